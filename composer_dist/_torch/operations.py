@@ -1,5 +1,6 @@
 """Operations of the dispatcher, and torch.compile."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -98,3 +99,8 @@ def backend_within(
 def has_compiled_call(module: nn.Module) -> bool:
     """Whether `module.compile()` was called. Since torch 2.2."""
     return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def forget_step_hooks(optimizer: Any) -> None:
+    """Give an optimizer no hooks, such as a copy that shares those of another one."""
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()

@@ -1,12 +1,70 @@
 """What the plans of all features have in common."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, NamedTuple
+
+from composer_dist.distributed.mesh.layout import Coordinate, Layout
+from composer_dist.structure.structure import TensorInfo
+
+Moment = Literal[
+    "begin",
+    "allocate",
+    "free",
+    "before forward",
+    "after forward",
+    "before backward",
+    "before reduction",
+    "after reduction",
+    "after backward",
+]
+"""What a step consists of; between "before reduction" and "after reduction" a unit's gradients are freed."""
+
+
+Kind = Literal["gathered", "communication", "gradients", "activations", "logits"]
+"""What memory is used for during a step."""
+
+
+class StepEvent(NamedTuple):
+    """A moment of a step of training."""
+
+    moment: Moment
+    phase: str
+    """"forward", "backward" or "step"."""
+    unit: str
+    """The innermost unit that runs, "" being the root."""
+    nbytes: int = 0
+    """What is allocated or freed."""
+    kind: Kind = "activations"
+
+
+class Change(NamedTuple):
+    """Memory that is allocated, or freed if the number is negative."""
+
+    kind: Kind
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a mesh, and its parts of the model's tensors."""
+
+    sizes: Mapping[str, int]
+    """Mesh dimension to size, all four of them."""
+    at: Coordinate
+    device_type: str
+    tensors: Mapping[str, TensorInfo]
+    """By first name."""
+    layouts: Mapping[str, Layout]
+    """How each parameter is cut, by first name."""
 
 
 class FeaturePlan:
     """The plan of one feature; a frozen dataclass."""
+
+    def memory(self, rank: Rank) -> Callable[[StepEvent], Iterator[Change]] | None:
+        """A function that says what the feature allocates and frees at each event of a step, in order."""
+        return None
 
     def explain(self, module: str) -> str:
         """In words, what happens to a module ("" is the root); empty if nothing does."""

@@ -127,3 +127,26 @@ def quiet() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def values_unknown() -> Iterator[None]:
+    """Inside, transformers treats tensors without values as ordinary ones, and makes no masks for them."""
+    utils: Any = sys.modules.get("transformers.utils.import_utils")
+    if utils is None:
+        yield
+        return
+    before = utils.is_fake_tensor
+    utils.is_fake_tensor = lambda tensor: False
+    try:
+        yield
+    finally:
+        utils.is_fake_tensor = before
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """How many tokens a transformers model knows; None if it says nothing about it, or is none."""
+    for found in transformers_models(model):
+        if size := getattr(found.config.get_text_config(), "vocab_size", None):
+            return int(size)
+    return None

@@ -126,3 +126,8 @@ class Layout:
         first, last = chunk(rows, at.shards, at.shard)
         row = numel // rows if rows else 0
         return Part(shape, tuple(window), first * row, last * row)
+
+
+def padded_numel(layout: Layout, at: Coordinate) -> int:
+    """The elements of a part with those that pad it, so that all shards have the size of the first."""
+    return prod(layout.local_shape(replace(at, shard=0)))

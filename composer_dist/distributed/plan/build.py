@@ -15,7 +15,8 @@ from composer_dist.distributed.activations import plan as activations
 from composer_dist.distributed.compiling import plan as compiling
 from composer_dist.distributed.context_parallelism import plan as context_parallelism
 from composer_dist.distributed.optimizers.check import check_optimizers
-from composer_dist.distributed.plan.plan import Delivery, ModulePlan, ParallelPlan
+from composer_dist.distributed.plan.decisions import Delivery, ModulePlan, Subject
+from composer_dist.distributed.plan.plan import ParallelPlan
 from composer_dist.distributed.replication import plan as replication
 from composer_dist.distributed.sharding import plan as sharding
 from composer_dist.distributed.tensor_parallel import plan as tensor_parallel
@@ -77,6 +78,7 @@ def build_plan(structure: Structure, request: Request, sizes: Mapping[str, int])
         context_parallelism=context,
         activations=saved,
         compiling=compiled,
+        subject=Subject(structure, request.optimizers),
     )
 
 

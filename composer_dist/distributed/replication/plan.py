@@ -1,7 +1,7 @@
 """The plan of a model that every rank holds whole, and whose gradients DDP averages."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -17,7 +17,7 @@ from composer_dist import _torch
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.rule import Rule
 from composer_dist.distributed import prepared
-from composer_dist.distributed.feature_plan import FeaturePlan
+from composer_dist.distributed.feature_plan import Change, FeaturePlan, Rank, StepEvent
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.replication.batch_norm import find_batch_norms
 from composer_dist.distributed.replication.hooks import HookPlan, plan_comm_hook
@@ -82,6 +82,16 @@ class ReplicaPlan(FeaturePlan):
     units: tuple[()] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
+
+    def memory(self, rank: Rank) -> Callable[[StepEvent], Iterator[Change]]:
+        trained = [info for name in self.averaged if (info := rank.tensors[name]).requires_grad]
+        nbytes = 0 if self.idle else sum(info.nbytes for info in trained)
+
+        def follow(event: StepEvent) -> Iterator[Change]:
+            if event.moment == "begin":
+                yield Change("communication", nbytes)
+
+        return follow
 
     def explain(self, module: str = "") -> str:
         if module:

@@ -236,8 +236,7 @@ def _explain(error: RuntimeError, module: nn.Module) -> None:
         return  # a call further out knows the name
     reader = names[inside[-1][1]]
     units = {names[one]: one for one in module.modules() if isinstance(one, FSDPModule)}
-    unit = next((above for above in ancestors(reader) if above in units), None)
-    if unit is None:
+    if (unit := next((above for above in ancestors(reader) if above in units), None)) is None:
         return
     params = _torch.fsdp_params(units[unit])
     if not params or any(_torch.gathered_param(param) is not None for param in params):

@@ -12,8 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from composer_dist import _torch
 from composer_dist.config.fully_shard import FSDP2Config
-from composer_dist.distributed.feature_plan import FeaturePlan
+from composer_dist.distributed.feature_plan import FeaturePlan, Rank
 from composer_dist.distributed.mesh.dimensions import roles
+from composer_dist.distributed.mesh.layout import padded_numel
 from composer_dist.distributed.moving.memory import pins
 from composer_dist.distributed.sharding.assign_units import (
     Assignment,
@@ -24,6 +25,7 @@ from composer_dist.distributed.sharding.assign_units import (
 )
 from composer_dist.distributed.sharding.choose_units import choose_units
 from composer_dist.distributed.sharding.codecs import check_codecs
+from composer_dist.distributed.sharding.memory import UnitMemory, UnitSizes
 from composer_dist.distributed.wishes import UNIT_FIELDS, Wishes, check_forward_methods
 from composer_dist.errors import ParallelismValueError
 from composer_dist.precision import mixed_precision_policy
@@ -102,10 +104,29 @@ class ShardingPlan(FeaturePlan):
             texts.append(f"It is a batch norm: {_BATCH_NORM}.")
         return " ".join(texts)
 
+    def memory(self, rank: Rank) -> UnitMemory:
+        sizes = {unit.name: _sizes(unit, rank) for unit in self.units}
+        return UnitMemory(sizes, rank.at.shards, staged=rank.device_type == "cpu")
+
     def notes(self) -> Iterator[str]:
         yield from (f"replicated: {name} ({reason})" for name, reason in self.plain.items())
         if self.batch_norms:
             yield f"batch norms: {listed(self.batch_norms, 4)}; {_BATCH_NORM}"
+
+
+def _sizes(unit: Unit, rank: Rank) -> UnitSizes:
+    """The unit's bytes on a rank; gradients are those of trainable parameters."""
+    policy, found = unit.mp_policy, dict.fromkeys(("gathered", "cast", "gradients", "reduced", "stored"), 0)
+    for name in unit.parameters:
+        info, numel = rank.tensors[name], padded_numel(rank.layouts[name], rank.at)
+        computed, reduced = policy.param_dtype or info.dtype, policy.reduce_dtype or info.dtype
+        found["gathered"] += numel * computed.itemsize * rank.at.shards
+        found["cast"] += numel * computed.itemsize if policy.param_dtype else 0
+        if info.requires_grad:
+            found["gradients"] += numel * reduced.itemsize * rank.at.shards
+            found["reduced"] += numel * reduced.itemsize
+            found["stored"] += numel * info.dtype.itemsize if reduced != info.dtype else 0
+    return UnitSizes(**found, reshards=unit.reshard_after_forward is not False)
 
 
 def plan(

@@ -20,7 +20,7 @@ class Before(Generic[Key]):
 
     versions: Mapping[Key, int]
     data_writes: Mapping[Key, int]
-    sums: Mapping[Key, Tensor]
+    sums: Mapping[Key, Tensor | None]
     """Of the values, where they are compared."""
 
     def changed(self, tensors: Mapping[Key, Tensor]) -> list[Key]:
@@ -35,7 +35,8 @@ class Before(Generic[Key]):
 
     def is_same(self, name: Key, tensor: Tensor) -> bool:
         """Whether the values are the same; also where they are not compared."""
-        return name not in self.sums or torch.equal(self.sums[name], _sum(tensor))
+        then, now = self.sums.get(name), _sum(tensor) if name in self.sums else None
+        return then is None or now is None or torch.equal(then, now)
 
 
 class Watch:
@@ -71,10 +72,10 @@ def is_power_of_two(number: int) -> bool:
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _sum(tensor: Tensor) -> Tensor:
-    """A sum that shows a change of the values, on the tensor's own device; of ordinary tensors only."""
+def _sum(tensor: Tensor) -> Tensor | None:
+    """A sum that shows a change of the values, on the tensor's own device; None of those that hide theirs."""
     local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
     if type(local) not in (Tensor, nn.Parameter) or local.dtype.itemsize not in _INTEGERS:
-        return torch.zeros(())
+        return None
     whole: Tensor = local.detach().contiguous().view(_INTEGERS[local.dtype.itemsize])
     return whole.sum(dtype=torch.int64)

@@ -15,7 +15,7 @@ from composer_dist.distributed.moving.messages import Cargo, in_buckets
 from composer_dist.distributed.moving.scatter import write_full
 from composer_dist.distributed.moving.transport import Transport
 from composer_dist.distributed.optimizers.follow import Follower
-from composer_dist.distributed.plan.plan import Delivery
+from composer_dist.distributed.plan.decisions import Delivery
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.weights.disk import Pretrained, UnfilledPart
 from composer_dist.distributed.weights.draw import draw

@@ -1,0 +1,250 @@
+"""How much memory a rank needs: the parts that it holds exactly, the rest from a traced step."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from composer_dist import _torch
+from composer_dist.composer_model import ComposerModel
+from composer_dist.distributed.feature_plan import Rank, StepEvent
+from composer_dist.distributed.mesh.layout import Coordinate, Layout, padded_numel
+from composer_dist.distributed.plan.decisions import Decisions, Subject
+from composer_dist.distributed.plan.text import table
+from composer_dist.distributed.plan.trace import Run, storages_made, trace_step
+from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.families import is_a
+from composer_dist.structure.structure import Structure
+from composer_dist.tensors.nested import map_tensors, tensors_in
+from composer_dist.wording import human_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """The memory of one rank in bytes, without the allocator's slack.
+
+    The parts that a rank holds are exact. Those of a step are traced, and each is the most at any time of it;
+    together they need not be in use at once. `peak` is the most that everything takes at a time.
+    """
+
+    parameters: int
+    """This rank's parts of the parameters."""
+    gradients: int
+    """Of the gradients of trainable parameters, as the optimizer finds them."""
+    optimizer: int
+    """Of the optimizers' state."""
+    buffers: int
+    """The model's buffers, and tensors that are attributes of its modules."""
+    padding: int
+    """What FSDP2 adds to parts, so that all ranks have as much."""
+    host: int
+    """Parameters, gradients and optimizer state that are offloaded to host memory; not counted elsewhere."""
+    gathered: int = 0
+    """Whole parameters."""
+    activations: int = 0
+    """What operators make: what autograd saves, temporary tensors, and gradients before they are reduced."""
+    logits: int = 0
+    """Tensors that are as wide as the vocabulary, most of them in the loss."""
+    communication: int = 0
+    """Buffers of collectives."""
+    peak: int = 0
+    peak_at: str = ""
+    """Phase and unit."""
+    at_peak: Mapping[str, int] = field(default_factory=dict)
+    """The bytes of each kind at the peak; they add up to it."""
+    timeline: tuple[tuple[str, str, Mapping[str, int]], ...] = field(default=(), repr=False)
+    """Phase, unit and the bytes of each kind, whenever the unit changes and at the peak of each."""
+
+    def __str__(self) -> str:
+        rows = [
+            (kind, human_bytes(getattr(self, kind)), human_bytes(self.at_peak.get(kind, 0)), how)
+            for kind, how in HOW.items()
+        ]
+        headings = {"memory of one rank": "left", "most": "right", "at the peak": "right", "how": "left"}
+        rows.append(("peak", human_bytes(self.peak), human_bytes(sum(self.at_peak.values())), self.peak_at))
+        return table("", headings, rows)
+
+
+HOW = {
+    **dict.fromkeys(("parameters", "gradients", "optimizer", "buffers", "padding", "host"), "exact"),
+    **dict.fromkeys(("gathered", "communication"), "modelled"),
+    **dict.fromkeys(("activations", "logits"), "traced"),
+}
+"""How each number is got."""
+
+
+def estimate_memory(
+    plan: Decisions, subject: Subject, batch: Any, loss: Callable[[Any, Any], Tensor] | None, rank: int
+) -> MemoryEstimate:
+    """See `ParallelPlan.memory`."""
+    structure = subject.structure
+    here = rank_of(plan, structure, rank)
+    offloaded = {name for unit in plan.units if unit.offload for name in unit.parameters}
+    held: Counter[str] = Counter()
+    for name, layout in here.layouts.items():
+        info = here.tensors[name]
+        nbytes = _local_bytes(here, name)
+        padding = (padded_numel(layout, here.at) * info.dtype.itemsize - nbytes) if layout.rows else 0
+        gradient = nbytes if info.requires_grad else 0
+        if name in offloaded:
+            held["host"] += nbytes + padding + gradient
+        else:
+            held.update(parameters=nbytes, padding=max(padding, 0), gradients=gradient)
+    held["buffers"] = sum(one.nbytes for one in here.tensors.values() if one.kind != "parameter")
+    stepped = [_step(optimizer, structure, here) for optimizer in subject.optimizers]
+    state, extra = sum(one for one, _ in stepped), max((most for _, most in stepped), default=0)
+    held["host" if offloaded else "optimizer"] += state
+    estimate = MemoryEstimate(**{kind: held[kind] for kind, how in HOW.items() if how == "exact"})  # type: ignore[arg-type]
+    if batch is None:
+        return replace(estimate, peak=held.total() - held["host"])
+    events = trace_step(structure, plan, _run(batch, loss))
+    return _followed(plan, here, estimate, [*events, *_optimizer_step(extra)])
+
+
+def rank_of(plan: Decisions, structure: Structure, number: int) -> Rank:
+    """A rank of the plan's mesh."""
+    if not 0 <= number < plan.world_size:
+        raise ParallelismValueError(f"rank={number}: the plan has ranks 0 to {plan.world_size - 1}.")
+    sizes, cuts = plan.mesh, plan.tensor_parallel.cuts if plan.tensor_parallel else {}
+    shards = sizes["dp_shard"] * sizes["cp"]
+    at = Coordinate(number // sizes["tp"] % shards, shards, number % sizes["tp"], sizes["tp"])
+    layouts = {}
+    for name, one in structure.parameters.items():
+        cut = cuts.get(name)
+        cut_rows = name in plan.parameter_units
+        layouts[name] = Layout(one.info.shape, cut_rows, cut.dim if cut else None, cut.groups if cut else 1)
+    tensors = {name: one.info for name, one in structure.tensors.items()}
+    return Rank(sizes, at, plan.device_type, tensors, layouts)
+
+
+def _local_bytes(rank: Rank, name: str) -> int:
+    info, layout = rank.tensors[name], rank.layouts[name]
+    if not info.inner:
+        return torch.Size(layout.local_shape(rank.at)).numel() * info.dtype.itemsize
+    shapes = [
+        (Layout(one.shape, layout.rows and one.rows).local_shape(rank.at), one.dtype) for one in info.inner
+    ]
+    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes)
+
+
+def _step(optimizer: Optimizer, structure: Structure, rank: Rank) -> tuple[int, int]:
+    """The bytes of an optimizer's state, and the most that a step takes beside it.
+
+    Two steps of a copy run on this rank's parts, on the meta device; the second one finds the state.
+    """
+    names = {id(held.get()): name for name, held in structure.parameters.items()}
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        parts = [_part(rank, names[id(one)]) for one in group["params"] if id(one) in names]
+        fast = {"foreach": rank.device_type != "cpu"} if group.get("foreach", 0) is None else {}
+        groups.append({**group, **fast, "params": parts, **({"fused": False} if group.get("fused") else {})})
+    twin: Any = object.__new__(type(optimizer))
+    twin.__dict__.update(vars(optimizer), state=defaultdict(dict), param_groups=groups)
+    _torch.forget_step_hooks(twin)
+    twin.step()
+    state = [one for values in twin.state.values() for one in tensors_in(values)]
+    parts = [one for group in groups for one in group["params"]]
+    with storages_made([*state, *parts, *(one.grad for one in parts if one.grad is not None)]) as most:
+        twin.step()
+    return sum(one.nbytes for one in state), most()
+
+
+def _part(rank: Rank, name: str) -> nn.Parameter:
+    info = rank.tensors[name]
+    local = torch.empty(rank.layouts[name].local_shape(rank.at), dtype=info.dtype, device="meta")
+    part = nn.Parameter(local, requires_grad=info.requires_grad)
+    part.grad = torch.empty_like(local) if info.requires_grad else None
+    return part
+
+
+def _optimizer_step(nbytes: int) -> Iterator[StepEvent]:
+    yield StepEvent("allocate", "step", "", nbytes)
+    yield StepEvent("free", "step", "", nbytes)
+
+
+def _followed(
+    plan: Decisions, rank: Rank, known: MemoryEstimate, events: Iterable[StepEvent]
+) -> MemoryEstimate:
+    """The estimate from what the features say of each event."""
+    followers = [found for one in plan.features.values() if (found := one.memory(rank))]
+    now: Counter[str] = Counter(
+        {kind: getattr(known, kind) for kind in ("parameters", "optimizer", "buffers", "padding")}
+    )
+    most: Counter[str] = Counter()
+    viewed = plan.replication is not None and plan.replication.arguments["gradient_as_bucket_view"]
+    left = [name for name, one in rank.layouts.items() if not one.rows and rank.tensors[name].requires_grad]
+    plain = 0 if viewed else sum(_local_bytes(rank, name) for name in left)
+    best, at, where, total = Counter[str](), "", None, now.total()
+    peak, timeline = total, []
+    for event in events:
+        changes: list[tuple[str, int]] = [change for follow in followers for change in follow(event)]
+        if event.moment == "after backward":
+            changes += [("activations", -plain), ("gradients", plain)]
+        if event.moment in ("allocate", "free"):
+            changes.append((event.kind, event.nbytes if event.moment == "allocate" else -event.nbytes))
+        for kind, nbytes in changes:
+            now[kind] += nbytes
+            total += nbytes
+            most[kind] = max(most[kind], now[kind])
+            if total > peak:
+                peak, best, at = total, now.copy(), f"{event.phase} of {event.unit or 'the root'}"
+        if where != (event.phase, event.unit):
+            where = event.phase, event.unit
+            timeline.append((*where, dict(now)))
+    return replace(
+        known,
+        **{kind: most[kind] for kind, how in HOW.items() if how != "exact"},
+        peak=peak,
+        peak_at=at,
+        at_peak=dict(best),
+        timeline=tuple(timeline),
+    )
+
+
+def _run(batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> Run:
+    """How the traced model is called."""
+    shape = batch if isinstance(batch, tuple) and all(isinstance(one, int) for one in batch) else None
+
+    def run(copied: nn.Module) -> tuple[Tensor, Any]:
+        data = (
+            _example(copied, shape)
+            if shape
+            else map_tensors(lambda _, one: torch.empty_like(one, device="cpu"), batch)
+        )
+        if isinstance(copied, ComposerModel):
+            outputs = copied(data)
+            return _total(copied.loss(outputs, data)), outputs
+        args, kwargs = (
+            ((), data) if isinstance(data, Mapping) else (data if isinstance(data, tuple) else (data,), {})
+        )
+        outputs = copied(*args, **kwargs)
+        return _total(loss(outputs, data) if loss else _loss_of(outputs)), outputs
+
+    return run
+
+
+def _example(model: nn.Module, shape: tuple[int, ...]) -> Any:
+    """Token ids and labels of a shape, for models of transformers."""
+    found = [one for one in model.modules() if is_a(one, "PreTrainedModel")]
+    if not found or len(shape) != 2:
+        raise ParallelismValueError(
+            f"batch={shape} is a number of sequences and of tokens for a model of transformers. Give "
+            f"{type(model).__name__} example inputs: a tensor, a tuple, or a mapping of them, on any device."
+        )
+    ids = torch.zeros(shape, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _loss_of(outputs: Any) -> Any:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if loss is not None:
+        return loss
+    return [one.float().mean() for one in tensors_in(outputs) if one.is_floating_point()]
+
+
+def _total(loss: Any) -> Tensor:
+    return sum(one.sum() for one in tensors_in(loss))  # type: ignore[return-value]

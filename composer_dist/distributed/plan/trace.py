@@ -1,0 +1,195 @@
+"""A step of training on tensors without values: what is allocated and freed, and when.
+
+The model is copied with fake tensors in the place of its own, its activations are recomputed as the plan
+says, and one forward and backward run. Nothing is computed; Python runs as it will in training.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from composer_dist import _torch
+from composer_dist.distributed.activations import recompute as activations
+from composer_dist.distributed.feature_plan import Kind, Moment, StepEvent
+from composer_dist.distributed.plan.decisions import Decisions
+from composer_dist.structure.families import values_unknown, vocabulary_of
+from composer_dist.structure.structure import Structure, read_structure
+from composer_dist.tensors.nested import map_tensors, tensors_in
+
+Run = Callable[[nn.Module], tuple[Tensor, Any]]
+"""Calls a model, and returns its loss and its outputs, which live as long as its backward."""
+
+
+def trace_step(structure: Structure, plan: Decisions, run: Run) -> list[StepEvent]:
+    """What one forward and backward of a model allocate and free, and when the units' begin and end.
+
+    Args:
+        structure: of a model that is not prepared; its tensors may be on the meta device.
+        run: is called with a copy of the model.
+
+    Raises:
+        ParallelismValueError: the model's forward depends on values.
+    """
+    policies = {name: unit.mp_policy for unit in plan.units for name in unit.parameters}
+    fakes: dict[str, Any] = {}
+    mode = _torch.fake_mode()
+    with mode, torch.device("cpu"):
+        for name, held in structure.tensors.items():
+            dtype = policies[name].param_dtype if name in policies else None
+            fake: Any = torch.empty(held.info.shape, dtype=dtype or held.info.dtype)
+            if held.info.kind == "parameter":
+                fake = nn.Parameter(fake, requires_grad=held.info.requires_grad)
+            fakes[name] = fake
+    memo: dict[int, Any] = {id(held.get()): fakes[name] for name, held in structure.tensors.items()}
+    copied = read_structure(copy.deepcopy(structure.modules[""], memo))
+    copied = activations.apply(copied, plan.activations)
+    record = _Record({unit.name: [fakes[name] for name in unit.parameters] for unit in plan.units})
+    for unit in plan.units:
+        for name in unit.modules:
+            record.watch(unit.name, copied.modules[name], unit.mp_policy)
+    replica = plan.replication
+    low = replica.mp_policy.param_dtype if replica else None
+    for name in replica.averaged if replica and replica.arguments["gradient_as_bucket_view"] else ():
+        if fakes[name].requires_grad:  # what autograd makes is copied into a bucket
+            fakes[name].register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
+    logits = vocabulary_of(structure.modules[""])
+    allocations = _Allocations(record.note, list(fakes.values()), logits)
+    record.note("begin")
+    with mode, torch.device("cpu"), values_unknown(), allocations:
+        with torch.autocast("cpu", dtype=low) if low else nullcontext():
+            loss, outputs = run(copied.modules[""])
+        record.phase = "backward"
+        loss.backward()
+        record.finish()
+        del loss, outputs
+    return record.events
+
+
+@dataclass
+class _Record:
+    """The events so far; the hooks of units run when FSDP2's would."""
+
+    parameters: Mapping[str, Sequence[Tensor]]
+    events: list[StepEvent] = field(default_factory=list)
+    phase: str = "forward"
+    _inside: list[str] = field(default_factory=list)
+    """The units whose forwards or backwards run, the innermost last."""
+    _open: list[str] = field(default_factory=list)
+    """Those whose gradients are still to be reduced, in the order of their forwards."""
+
+    def note(self, moment: Moment, nbytes: int = 0, kind: Kind = "activations") -> None:
+        """Add an event of the unit that runs."""
+        where = self._inside[-1] if self._inside else ""
+        self.events.append(StepEvent(moment, self.phase, where, nbytes, kind))
+
+    def watch(self, unit: str, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+        """Add hooks to a module of a unit."""
+        module.register_forward_pre_hook(partial(self._enter, unit, policy), with_kwargs=True, prepend=True)
+        module.register_forward_hook(partial(self._leave, unit))
+
+    def _enter(
+        self, unit: str, policy: MixedPrecisionPolicy, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        self._inside.append(unit)
+        self.note("before forward")
+        given = (args, kwargs)
+        if (dtype := policy.param_dtype) is not None and policy.cast_forward_inputs:
+            given = map_tensors(lambda _, one: one.to(dtype) if one.is_floating_point() else one, given)
+        if unit not in self._open:
+            self._open.append(unit)
+        trained = [one for one in tensors_in(given) if one.requires_grad]
+        if not trained:
+            return given
+        passed = _AfterBackward.apply(partial(self._reduce, unit), *trained)  # type: ignore[no-untyped-call]
+        others = dict(zip(map(id, trained), passed, strict=True))
+        return map_tensors(lambda _, one: others.get(id(one), one), given)
+
+    def _leave(self, unit: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.note("after forward")
+        self._inside.pop()
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._need, unit))
+
+    def _need(self, unit: str, gradient: Tensor) -> None:
+        if unit in self._open and unit not in self._inside:
+            self._inside.append(unit)
+            self.note("before backward")
+
+    def _reduce(self, unit: str) -> None:
+        if unit not in self._open:
+            return
+        self._open.remove(unit)
+        if unit in self._inside:
+            self._inside.remove(unit)
+        self._inside.append(unit)
+        self.note("before reduction")
+        for parameter in self.parameters[unit]:
+            parameter.grad = None
+        self.note("after reduction")
+        self._inside.pop()
+
+    def finish(self) -> None:
+        """The backward has ended; units whose inputs need no gradients reduce theirs now."""
+        for unit in list(self._open):
+            self._reduce(unit)
+        self.note("after backward")
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Passes tensors on, and calls a function when the backward has come to them."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.call()
+        return None, *gradients
+
+
+class _Allocations(_torch.TorchDispatchMode):
+    """Notes the storages that operators make, and when they are gone."""
+
+    def __init__(
+        self, note: Callable[..., None], known: Sequence[Tensor] = (), logits: int | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note, self._logits = note, logits
+        self._seen = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(made):
+            storage = tensor.untyped_storage()
+            if storage not in self._seen:
+                self._seen.add(storage)
+                is_logits = self._logits is not None and tensor.dim() > 1 and tensor.shape[-1] == self._logits
+                noted = storage.nbytes(), "logits" if is_logits else "activations"
+                self._note("allocate", *noted)
+                weakref.finalize(storage, self._note, "free", *noted)
+        return made
+
+
+@contextmanager
+def storages_made(known: Sequence[Tensor]) -> Iterator[Callable[[], int]]:
+    """Inside, storages that operators make are counted, but for `known`; yields what tells the most bytes."""
+    now = most = 0
+
+    def note(moment: Moment, nbytes: int, kind: Kind) -> None:
+        nonlocal now, most
+        now += nbytes if moment == "allocate" else -nbytes
+        most = max(most, now)
+
+    with _Allocations(note, known):
+        yield lambda: most

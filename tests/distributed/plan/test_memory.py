@@ -1,0 +1,222 @@
+"""Estimates of memory, against real prepared models and by hand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from composer_dist.config.fully_shard import FSDP2Config
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.replicate import DDPConfig
+from composer_dist.config.rule import Rule
+from composer_dist.config.tensor_parallel import TPConfig
+from composer_dist.distributed import parallelize_model, plan_parallelism
+from composer_dist.distributed.feature_plan import StepEvent
+from composer_dist.distributed.plan.trace import trace_step
+from composer_dist.distributed.sharding.memory import UnitMemory, UnitSizes
+from composer_dist.distributed.steps import collector_paused
+from composer_dist.errors import ParallelismValueError
+from tests.kit.compare import fails
+from tests.kit.huggingface import llama
+from tests.kit.world import on_ranks
+
+pytestmark = pytest.mark.promise(111)
+
+
+class Uneven(nn.Module):
+    """Dimensions that two and four ranks cannot cut evenly, a frozen layer, a buffer and a tie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(31, 31) for _ in range(3)])
+        self.layers[1].requires_grad_(False)
+        self.head = nn.Linear(31, 31, bias=False)
+        self.head.weight = self.layers[0].weight
+        self.register_buffer("scale", torch.ones(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x) * self.scale.sum()
+
+
+CONFIGS: dict[str, Callable[[int], ParallelismConfig]] = {
+    "fsdp2": lambda ranks: ParallelismConfig(),
+    "hsdp": lambda ranks: ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=ranks // 2)),
+    "whole": lambda ranks: ParallelismConfig(rules=[Rule("layers.2", shard=False)]),
+    "ddp": lambda ranks: ParallelismConfig(ddp=DDPConfig()),
+    "tp": lambda ranks: ParallelismConfig(
+        mesh=MeshConfig(dp_shard=ranks // 2, tp=2), tp=TPConfig(plan={"layers.2": "colwise_gather"})
+    ),
+}
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters()),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "Adam": lambda model: torch.optim.Adam(model.parameters(), amsgrad=True),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@on_ranks(4)
+def test_what_a_rank_holds_is_exact(kind: str) -> None:
+    config = CONFIGS[kind](4)
+    names = ["AdamW", "SGD"] if kind == "tp" else OPTIMIZERS
+    for name in names:
+        torch.manual_seed(0)
+        model = Uneven()
+        optimizer = OPTIMIZERS[name](model)
+        with torch.device("meta"):
+            alone = Uneven()
+        estimate = plan_parallelism(alone, config, world_size=4, optimizer=OPTIMIZERS[name](alone)).memory(
+            rank=dist.get_rank()
+        )
+        parallelize_model(model, config, optimizer)
+        model(torch.ones(2, 31)).sum().backward()
+        optimizer.step()
+        parts = [_local(one) for one in model.parameters()]
+        grads = [_local(one.grad) for one in model.parameters() if one.grad is not None]
+        state = [_local(one) for values in optimizer.state.values() for one in values.values()]
+        found = [sum(one.nbytes for one in some) for some in (parts, grads, state)]
+        assert found == [estimate.parameters, estimate.gradients, estimate.optimizer], name
+        stored = sum(one.untyped_storage().nbytes() for one in parts)
+        assert stored >= estimate.parameters + estimate.padding
+        assert estimate.buffers == 28
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _model() -> Any:
+    return llama(hidden_size=128, intermediate_size=384, num_hidden_layers=3, vocab_size=500)
+
+
+@pytest.mark.parametrize("precision", [None, "amp_bf16"])
+@pytest.mark.parametrize("recomputed", [None, "composable", "selective"])
+@on_ranks(2)
+def test_the_peak_of_a_step_is_that_of_a_real_one(precision: str | None, recomputed: str | None) -> None:
+    """Of every allocation of torch on the CPU, gloo's buffers included, which its thread may free late."""
+    for config in (
+        ParallelismConfig(activation_checkpointing=recomputed, check_order=False),
+        ParallelismConfig(activation_checkpointing=recomputed, ddp=DDPConfig()),
+    ):
+        torch.manual_seed(0)
+        model = _model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with torch.device("meta"):
+            alone = _model()
+        plan = plan_parallelism(
+            alone, config, world_size=2, optimizer=torch.optim.AdamW(alone.parameters()), precision=precision
+        )
+        estimate = plan.memory((4, 64))
+        parallelize_model(model, config, optimizer, precision)
+        batch = torch.ones(4, 64, dtype=torch.long)
+        peaks = []
+        for _ in range(4):
+            with collector_paused(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+                outputs = model(input_ids=batch, labels=batch, use_cache=False)
+                outputs.loss.backward()
+                del outputs
+                optimizer.step()
+                optimizer.zero_grad()
+            peaks.append(_peak(seen))
+        always = estimate.parameters + estimate.padding + estimate.optimizer + estimate.buffers
+        always += estimate.gradients if config.ddp else 0  # DDP's buckets
+        assert min(peaks) + always == pytest.approx(estimate.peak, rel=0.02)
+        assert sum(estimate.at_peak.values()) == estimate.peak
+
+
+def _peak(seen: Any) -> int:
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def test_units_gather_free_and_reduce_in_the_order_of_fsdp2() -> None:
+    """Two units of 100 and 10 bytes; the inner one is resharded after forward."""
+    sizes = {
+        "": UnitSizes(gathered=100, cast=0, gradients=200, reduced=50, stored=25, reshards=False),
+        "block": UnitSizes(gathered=10, cast=3, gradients=20, reduced=5, stored=0, reshards=True),
+    }
+    follow, seen = UnitMemory(sizes, ranks=4, staged=False), []
+    for moment, unit in (
+        ("before forward", ""),
+        ("before forward", "block"),
+        ("after forward", "block"),
+        ("after forward", ""),
+        ("before backward", ""),
+        ("before backward", "block"),
+        ("before reduction", "block"),
+        ("after reduction", "block"),
+        ("before reduction", ""),
+        ("after reduction", ""),
+        ("after backward", ""),
+    ):
+        changes = follow(StepEvent(moment, "forward", unit))  # type: ignore[arg-type]
+        seen.append([(change.kind[0], change.nbytes) for change in changes if change.nbytes])
+    assert seen == [
+        [("c", 100), ("g", 100)],
+        [("c", 3), ("c", 10), ("c", -3), ("c", -100), ("g", 10)],
+        [("g", -10)],
+        [("c", -10)],
+        [("c", 3), ("c", 10), ("c", -3)],  # in advance
+        [("g", 10), ("c", -10)],
+        [("g", -10), ("c", 20)],
+        [("g", 5)],
+        [("g", -100), ("c", -20), ("c", 200)],
+        [("g", 50), ("g", 25), ("g", -50)],
+        [("c", -200)],
+    ]
+
+
+def test_a_rank_or_batch_that_does_not_suit_is_refused() -> None:
+    plan = plan_parallelism(Uneven(), FSDP2Config(), world_size=2)
+    with fails(ParallelismValueError, "rank=2", "ranks 0 to 1"):
+        plan.memory(rank=2)
+    with fails(ParallelismValueError, "batch=(2, 31)", "Give Uneven example inputs"):
+        plan.memory((2, 31))
+
+
+def test_a_step_of_one_matrix() -> None:
+    """A weight of (3, 4) on two ranks, two rows of inputs, and the sum of the squared outputs."""
+    plan = plan_parallelism(nn.Linear(4, 3, bias=False), FSDP2Config(), world_size=2)
+    assert plan.subject is not None
+
+    def run(model: nn.Module) -> tuple[Tensor, Tensor]:
+        outputs = model(torch.ones(2, 4))
+        return (outputs * outputs).sum(), outputs
+
+    signs = {"allocate": 1, "free": -1}
+    events = trace_step(plan.subject.structure, plan, run)
+    assert [signs[one.moment] * one.nbytes if one.moment in signs else one.moment for one in events] == [
+        "begin",
+        *(32, "before forward", 24, "after forward"),  # inputs and outputs
+        *(24, 4, -24),  # squares, their sum
+        *(4, 24, 24, 24, -24, -24),  # gradients of the loss, by each factor, and their sum
+        *("before backward", 48, -24, -32, -4),  # the weight's gradient
+        *("before reduction", -48, "after reduction", "after backward"),
+        *(-4, -24),  # the loss and the outputs
+    ]
+    own = plan.memory(torch.ones(2, 4, device="meta"), loss=lambda outputs, batch: (outputs * outputs).sum())
+    whole, shard = 4 * 4 * 4, 2 * 4 * 4
+    assert (own.parameters, own.gathered, own.gradients) == (shard, whole, shard)
+    # inputs, outputs, the loss, its gradient and that of the outputs twice, beside the whole weight
+    assert own.at_peak == {
+        "parameters": shard,
+        "padding": 0,
+        "buffers": 0,
+        "optimizer": 0,
+        "gathered": whole,
+        "communication": 0,
+        "activations": 32 + 24 + 4 + 4 + 3 * 24,
+    }
+    assert own.peak == shard + whole + 136
+    assert "activations" in str(own)
