@@ -109,7 +109,8 @@ def _alone(**options: Any) -> None:
 
 def _sharded() -> FSDPModule:
     """A linear layer with 5 rows, sharded on meta over the first of 2 ranks."""
-    dist.init_process_group("fake", rank=0, world_size=2)
+    if not dist.is_initialized():
+        dist.init_process_group("fake", rank=0, world_size=2)
     with torch.device("meta"):
         linear = nn.Linear(3, 5)
     fully_shard(linear, mesh=init_device_mesh("cpu", (2,)))
@@ -238,6 +239,24 @@ def test_fsdp_s_collectives_can_be_watched() -> None:
     linear(torch.ones(2, 3)).sum().backward()
     # 15 weights and 5 biases: 3 of 5 rows here, gathered; padded to 6 for both ranks when they are reduced.
     assert told == [(False, 12, 1), (True, 24, 1)]
+
+
+def test_fsdp_s_hooks_are_wrapped_once_and_give_inputs_that_are_no_views() -> None:
+    """Without FSDP2's `_register_post_backward_hook` and `_dynamo_disable`: slower steps of many units."""
+    seen: list[Any] = []
+    for shorten in (lambda unit: None, _torch.shorten_hooks):
+        linear = _sharded()
+        shorten(linear)
+        linear.to_empty(device="cpu")
+        linear.register_forward_pre_hook(lambda unit, args: seen.append(args[0]._base is None))
+        with torch.no_grad():
+            for parameter in linear.parameters():
+                parameter.to_local().fill_(1)
+        x = torch.arange(6.0).view(2, 3).requires_grad_()
+        (linear(x * 1) * 2).sum().backward()
+        seen.append((x.grad.tolist(), [one.grad.to_local().tolist() for one in linear.parameters()]))
+    assert (seen[0], seen[2]) == (False, True)
+    assert seen[1] == seen[3]
 
 
 def test_operations_tell_their_overloads_and_arguments() -> None:

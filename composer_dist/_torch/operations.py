@@ -3,6 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
@@ -94,6 +96,16 @@ def backend_within(
             return compiler(graph, inputs)
 
     return compile_within_budget
+
+
+def eager(method: Any) -> Callable[..., Any]:
+    """A bound method that is never compiled, as FSDP2's own hooks are, by one wrapper for all objects."""
+    return MethodType(_eager(method.__func__), method.__self__)
+
+
+@cache
+def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 def has_compiled_call(module: nn.Module) -> bool:

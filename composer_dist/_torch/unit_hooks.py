@@ -1,5 +1,6 @@
 """FSDP2's own hooks of a unit, with the same effects in less time."""
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_g
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from composer_dist._torch.backward import is_transforming
+from composer_dist._torch.operations import eager
 from composer_dist._torch.sharding import fsdp_param_groups
 
 
@@ -36,8 +38,8 @@ def shorten_hooks(module: FSDPModule) -> None:
 
 
 def _wrapped_once(method: Any) -> Any:
-    """A bound method of FSDP2, without the wrapper that wraps it in each call, in a wrapper of its own."""
-    return torch.compiler.disable(method.__func__.__wrapped__.__get__(method.__self__))
+    """A bound method of FSDP2, which is eager, without the wrapper that makes it so in each call."""
+    return eager(MethodType(method.__func__.__wrapped__, method.__self__))
 
 
 class _Inputs:

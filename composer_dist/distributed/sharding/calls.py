@@ -32,9 +32,6 @@ from composer_dist.structure.names import ancestors, canonical_name, child_name
 from composer_dist.tensors.nested import Rejoined, everything_in, with_plain_containers
 from composer_dist.wording import listed
 
-_eager: Callable[..., Any] = torch.compiler.disable
-"""As FSDP2's own hooks are, where a module around the unit is compiled."""
-
 
 @dataclass
 class _Call:
@@ -63,8 +60,8 @@ class Calls:
         self._attributes = Attributes(module)
         self._calls: list[_Call] = []
         self._watch = Watch()
-        module.register_forward_pre_hook(_eager(self._inside), with_kwargs=True, prepend=True)
-        module.register_forward_hook(_eager(self._keep_output))
+        module.register_forward_pre_hook(_torch.eager(self._inside), with_kwargs=True, prepend=True)
+        module.register_forward_hook(_torch.eager(self._keep_output))
 
     def around(self, params: Mapping[str, Any]) -> None:
         """Add the hooks that run before and after FSDP2's.
@@ -74,10 +71,11 @@ class Calls:
         """
         self._params = params
         self._known = {module: frozenset(vars(module)["_parameters"]) for module in own_modules(self._module)}
-        self._module.register_forward_pre_hook(_eager(self._enter), with_kwargs=True, prepend=True)
-        self._module.register_forward_hook(_eager(self._leave), always_call=True)
+        self._module.register_forward_pre_hook(_torch.eager(self._enter), with_kwargs=True, prepend=True)
+        self._module.register_forward_hook(_torch.eager(self._leave), always_call=True)
         forwards.add(self._module, forwards.Layer.CALL, self._through_call)
-        _torch.before_calls_while_sharded(self._module, _eager(self._refuse_part))
+        # a copy of a part has the same hook
+        _torch.before_calls_while_sharded(self._module, torch.compiler.disable(self._refuse_part))
         _names[self._module] = self._name
         _explain_methods(type(self._module))  # type: ignore[arg-type]
 
