@@ -25,11 +25,12 @@ class Before(Generic[Key]):
 
     def changed(self, tensors: Mapping[Key, Tensor]) -> list[Key]:
         """Which of them are different by now, in place; those that are missing by now are passed over."""
+        given = self.data_writes or _torch.wrote_data()
         return [
             name
             for name, tensor in tensors.items()
             if self.versions.get(name, 0) != _torch.version(tensor)
-            or self.data_writes.get(name, 0) != _torch.data_writes(tensor)
+            or (given and self.data_writes.get(name, 0) != _torch.data_writes(tensor))
             or not self.is_same(name, tensor)
         ]
 
