@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -53,7 +54,8 @@ def quiet_imports() -> Iterator[None]:
 
 def is_a(module: object, *kinds: str) -> bool:
     """Whether `module` is an instance of one of these classes of other libraries (the keys of `_HOMES`)."""
-    return _is_of(type(module), kinds)  # type: ignore[arg-type]
+    of = _is_of.__wrapped__ if torch.compiler.is_compiling() else _is_of  # Dynamo warns of caches
+    return of(type(module), kinds)  # type: ignore[arg-type]
 
 
 @cache
