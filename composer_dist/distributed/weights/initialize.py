@@ -201,6 +201,8 @@ def _find_initializers(
     bare = {owner for name in needed for owner in structure.tensors[name].info.owners}
     concerned = {above for owner in bare for above in ancestors(owner)}
     functions, seen = inherited(modules, "param_init_fn"), set[int]()
+    layers = {name: getattr(module, "adapter_layer_names", None) for name, module in modules.items()}
+    tuners = {name: keys for name, keys in layers.items() if keys is not None}
     for name in _post_order(modules):
         module = modules[name]
         if id(module) in seen or name not in concerned:
@@ -211,9 +213,9 @@ def _find_initializers(
         if own is not None:
             if name in bare:
                 yield Initializer(name, "param_init_fn", partial(own, module))
-        elif _in_adapter(name, modules):
+        elif tuners and _in_adapter(name, tuners):
             continue  # its tuner layer comes later and initializes it
-        elif hasattr(module, "adapter_layer_names") and hasattr(module, "reset_lora_parameters"):
+        elif name in tuners and hasattr(module, "reset_lora_parameters"):
             yield Initializer(name, "reset_lora_parameters", partial(_reset_lora, module))
         elif hugging_face is not None:
             yield Initializer(name, "_init_weights", partial(hugging_face._init_weights, module))
@@ -267,14 +269,10 @@ def _post_order(modules: Mapping[str, nn.Module]) -> Iterator[str]:
     yield from reversed(stack)
 
 
-def _in_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a peft tuner layer has added the module."""
-    for above in ancestors(name):
-        parent, _, _ = above.rpartition(".")
-        names = getattr(modules.get(parent), "adapter_layer_names", ()) if above else ()
-        if above[len(parent) :].lstrip(".") in names:
-            return True
-    return False
+def _in_adapter(name: str, tuners: Mapping[str, Sequence[str]]) -> bool:
+    """Whether a peft tuner layer has added the module; given the keys of adapters in each of these layers."""
+    split = (above.rpartition(".") for above in ancestors(name) if above)
+    return any(key in tuners.get(parent, ()) for parent, _, key in split)
 
 
 def _reset_lora(layer: Any) -> None:
