@@ -1,6 +1,7 @@
 """Operations on DTensors that torch computes differently than on whole tensors, in silence."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -50,6 +51,25 @@ def check_scaled_gradients() -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[_aten._amp_foreach_non_finite_check_and_unscale_.default] = unscale
+
+
+@contextmanager
+def cheap_detach() -> Iterator[None]:
+    """Inside, `detach` of a DTensor only wraps its part again.
+
+    torch finds out by fake tensors what the result's shape is, once for each shape; FSDP2 detaches each shard
+    that it makes, and so does `nn.Parameter`. By the same table. Since torch 2.2.
+    """
+
+    def detach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return DTensor(op(args[0]._local_tensor), args[0]._spec, requires_grad=False)
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[_aten.detach.default] = detach
+    try:
+        yield
+    finally:
+        handlers.pop(_aten.detach.default, None)
 
 
 def refuse_lost_writes(to_view: str, at_once: str, to_data: str, to_share: str, to_send: str) -> None:

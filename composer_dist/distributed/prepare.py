@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from composer_dist import _torch
 from composer_dist.config.parallelism import Config, ParallelismConfig, resolve_config
 from composer_dist.distributed.account import Preparation, peak, reset_peak
 from composer_dist.distributed.context_parallelism.context import expect_context
@@ -178,7 +179,7 @@ def _prepare(
         warnings.warn(warning, stacklevel=4)
 
     with usable_or_marked(model, agreement=agreement):
-        with agreement.together("sharding"), done.step("shard"):
+        with agreement.together("sharding"), done.step("shard"), _torch.cheap_detach():
             follower = Follower(optimizers, structure, sources.states, sources.states_here, sources.init)
             structure, originals = divide(structure, plan, mesh)
             give_memory(structure, originals, mesh.device)

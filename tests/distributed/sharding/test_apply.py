@@ -15,9 +15,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from composer_dist import DDPConfig, FSDP2Config, MeshConfig, ParallelismConfig, ParallelismError, Rule
+from composer_dist import (
+    DDPConfig,
+    FSDP2Config,
+    MeshConfig,
+    ParallelismConfig,
+    ParallelismError,
+    Rule,
+    _torch,
+)
 from composer_dist.distributed import named_parameters_canonical, parallelize_model
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit import models
@@ -373,3 +381,26 @@ def test_a_model_is_prepared_once() -> None:
     with pytest.raises(ParallelismValueError, match=r"^0 is a model that was prepared already, .* the whole"):
         parallelize_model(torch.nn.Sequential(model), "fsdp")
     model(batch(model)).mean().backward()
+
+
+@on_ranks(2)
+def test_shards_are_detached_as_torch_does_it() -> None:
+    local = torch.arange(10.0 * (1 + dist.get_rank())).view(-1, 5)
+    mesh = init_device_mesh("cpu", (2,))
+    whole = DTensor.from_local(
+        local, mesh, [Shard(0)], shape=torch.Size((6, 5)), stride=(5, 1), run_check=False
+    )
+    whole.requires_grad_()
+    theirs = whole.detach()
+    with _torch.cheap_detach():
+        ours = whole.detach()
+        parameter = nn.Parameter(whole)
+    assert type(ours) is DTensor
+    assert (ours.shape, ours.stride(), ours.placements) == (theirs.shape, theirs.stride(), theirs.placements)
+    assert not ours.requires_grad
+    assert parameter.requires_grad
+    version = whole._version
+    ours.add_(1)
+    assert whole._version == theirs._version == version + 1
+    assert whole.to_local().data_ptr() == parameter.to_local().data_ptr() == local.data_ptr()
+    assert torch.ops.aten.detach.default not in DTensor._op_dispatcher._custom_op_handlers
