@@ -9,6 +9,7 @@ from composer_dist._torch.communication import *
 from composer_dist._torch.data import *
 from composer_dist._torch.data_writes import *
 from composer_dist._torch.dtensors import *
+from composer_dist._torch.fake import *
 from composer_dist._torch.gathered import *
 from composer_dist._torch.modules import *
 from composer_dist._torch.operations import *

@@ -181,10 +181,3 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
         and tensor.layout == torch.strided
         and not tensor.is_meta
     )
-
-
-def fake_mode() -> Any:
-    """A mode in which operators make tensors without values, which know their shapes and devices."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)

@@ -20,6 +20,7 @@ from composer_dist import _torch
 from composer_dist.distributed.activations import recompute as activations
 from composer_dist.distributed.feature_plan import Kind, Moment, StepEvent
 from composer_dist.distributed.plan.decisions import Decisions
+from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.families import values_unknown, vocabulary_of
 from composer_dist.structure.structure import Structure, read_structure
 from composer_dist.tensors.nested import map_tensors, tensors_in
@@ -64,12 +65,20 @@ def trace_step(structure: Structure, plan: Decisions, run: Run) -> list[StepEven
     allocations = _Allocations(record.note, list(fakes.values()), logits)
     record.note("begin")
     with mode, torch.device("cpu"), values_unknown(), allocations:
-        with torch.autocast("cpu", dtype=low) if low else nullcontext():
-            loss, outputs = run(copied.modules[""])
-        record.phase = "backward"
-        loss.backward()
-        record.finish()
-        del loss, outputs
+        try:
+            with torch.autocast("cpu", dtype=low) if low else nullcontext():
+                loss, outputs = run(copied.modules[""])
+            record.phase = "backward"
+            loss.backward()
+            record.finish()
+            del loss, outputs
+        except Exception as error:
+            if not _torch.needs_values(error):
+                raise
+            raise ParallelismValueError(
+                f"{record.where or 'The root'} cannot be traced, because its {record.phase} depends on the "
+                f"values of tensors ({error}). Without batch=, what a rank holds is known all the same."
+            ) from error
     return record.events
 
 
@@ -85,10 +94,14 @@ class _Record:
     _open: list[str] = field(default_factory=list)
     """Those whose gradients are still to be reduced, in the order of their forwards."""
 
+    @property
+    def where(self) -> str:
+        """The unit that runs."""
+        return self._inside[-1] if self._inside else ""
+
     def note(self, moment: Moment, nbytes: int = 0, kind: Kind = "activations") -> None:
         """Add an event of the unit that runs."""
-        where = self._inside[-1] if self._inside else ""
-        self.events.append(StepEvent(moment, self.phase, where, nbytes, kind))
+        self.events.append(StepEvent(moment, self.phase, self.where, nbytes, kind))
 
     def watch(self, unit: str, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
         """Add hooks to a module of a unit."""
@@ -166,10 +179,11 @@ class _Allocations(_torch.TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._note, self._logits = note, logits
+        self._unvalued = _torch.Unvalued()
         self._seen = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        made = self._unvalued(func, args, kwargs or {})
         for tensor in tensors_in(made):
             storage = tensor.untyped_storage()
             if storage not in self._seen:

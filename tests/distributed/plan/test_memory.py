@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -220,3 +221,37 @@ def test_a_step_of_one_matrix() -> None:
     }
     assert own.peak == shard + whole + 136
     assert "activations" in str(own)
+
+
+class Asks(nn.Module):
+    """Its forward depends on whether all and any inputs are true, and with `count` on how many."""
+
+    def __init__(self, count: bool) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(4, 4), count
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive = x > 0
+        assert positive.all()
+        assert not torch.isnan(x).any()
+        return self.linear(x[: int(positive.sum())] if self.count else x)
+
+
+def test_values_are_those_of_masks_that_hide_nothing_or_an_error_names_the_unit() -> None:
+    plans = [
+        plan_parallelism(nn.Sequential(Asks(count)), FSDP2Config(), world_size=2) for count in (False, True)
+    ]
+    assert plans[0].memory(torch.ones(2, 4)).activations > 0
+    with fails(ParallelismValueError, "cannot be traced", "forward depends on the values", "Without batch="):
+        plans[1].memory(torch.ones(2, 4))
+    assert plans[1].memory().parameters == 40
+
+
+def test_a_mixture_of_experts_is_traced_in_its_own_dtype() -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "hidden_size": 16, "intermediate_size": 24}
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 50}
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**experts, **sizes))
+    estimate = plan_parallelism(model, FSDP2Config(), world_size=2).memory((2, 8))
+    tokens, chosen = 2 * 8, 2
+    assert estimate.activations > tokens * chosen * (2 * 24 + 24 + 16) * 4  # up and gate, their product, down
