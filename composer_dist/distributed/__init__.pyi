@@ -27,6 +27,8 @@ from .training.gradients import accumulate as accumulate
 from .training.gradients import accumulated_bytes as accumulated_bytes
 from .training.gradients import no_sync as no_sync
 from .training.summon import summon_full_params as summon_full_params
+from .verification.result import Verification as Verification
+from .verification.verify import verify_model as verify_model
 from .weights.initialize import assert_no_meta as assert_no_meta
 from .wishes import presets as presets
 from .wishes import register_strategy as register_strategy

@@ -36,13 +36,14 @@ from composer_dist.distributed.sharding import apply as sharding
 from composer_dist.distributed.sharding.choose_units import composer_children
 from composer_dist.distributed.steps import check_here, collector_paused, divide, meta_init
 from composer_dist.distributed.tensor_parallel import apply as tensor_parallel
+from composer_dist.distributed.verification.verify import verify_model
 from composer_dist.distributed.weights import initialize
 from composer_dist.distributed.weights.disk import Pretrained, check_weights
 from composer_dist.distributed.weights.fill import Filling
 from composer_dist.distributed.weights.sources import decide_sources
 from composer_dist.distributed.weights.storage import give_memory
 from composer_dist.distributed.wishes import Request, WrapPolicy
-from composer_dist.errors import ParallelismTypeError
+from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError
 from composer_dist.precision import Precision
 from composer_dist.structure.structure import read_structure
 
@@ -62,6 +63,7 @@ def parallelize_model(
     *,
     weights: Weights = None,
     parallelize_fn: ParallelizeFn | None = None,
+    verify: Any = False,
 ) -> Preparation:
     """Make `model` ready to train on all ranks, in place. Every rank must call it.
 
@@ -84,19 +86,23 @@ def parallelize_model(
             tensor there, whatever the model holds. Unless `strict=False`, only an adapter's tensors may be
             missing; they get their values as without `weights`.
         parallelize_fn: the caller's own step `(model, mesh) -> model | None`, run first.
+        verify: True checks the prepared model with `verify_model` at the end; so does a batch, with which
+            outputs and gradients are compared too.
 
     Returns:
         The account of what was done; `.model` is `model` unless `parallelize_fn` returned another.
 
     Raises:
         ParallelismError: the same on every rank: of kind ValueError, TypeError or KeyError before anything is
-            changed; afterwards (user functions, a lost peer) the model is unusable.
+            changed; afterwards (user functions, a lost peer) the model is unusable. A
+            ParallelismRuntimeError with the table of `verify_model` if the verification finds a difference.
     """
     return _prepare(
         model,
         config,
         optimizer,
         parallelize_fn,
+        verify=verify,
         precision=precision,
         wrap_policy=fsdp_wrap_policy,
         check_fn=activation_checkpointing_check_fn,
@@ -131,6 +137,7 @@ def _prepare(
     optimizer: Optimizers,
     parallelize_fn: ParallelizeFn | None = None,
     composer: bool = False,
+    verify: Any = False,
     **wishes: Any,
 ) -> Preparation:
     """The recipe. Nothing is changed before `usable_or_marked`."""
@@ -199,14 +206,23 @@ def _prepare(
             sharding.arm(structure, plan.sharding, mesh)
             expect_context(model, mesh)
             check_steps(model, mesh.sizes)
-            record(model).mesh = mesh
+            record(model).mesh, record(model).plan = mesh, plan
             now = {name: held.get() for name, held in structure.parameters.items()}
             watch_steps(model, {name: old for name, old in follower.old.items() if old is not now[name]})
         tensor_parallel.arm(structure, plan.tensor_parallel, mesh, agreement)
+    if verify is not None and verify is not False:
+        with done.step("verify"):
+            _verify(model, None if verify is True else verify, optimizers)
     done.peak_memory = peak(mesh.device)
     if plan.verbose and agreement.rank == agreement.ranks[0]:
         print(plan, done, sep="\n")
     return done
+
+
+def _verify(model: nn.Module, batch: Any, optimizers: Sequence[Optimizer]) -> None:
+    found = verify_model(model, batch=batch, optimizer=optimizers or None)
+    if not found.ok:
+        raise ParallelismRuntimeError(f"The prepared model is not the one that was given.\n{found}")
 
 
 def _run_first(

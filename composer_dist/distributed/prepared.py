@@ -29,7 +29,8 @@ from composer_dist.errors import CheckpointRuntimeError, ParallelismRuntimeError
 from composer_dist.structure.names import canonical_name
 from composer_dist.wording import kind_in_words
 
-_RECORD = "_composer_dist"
+RECORD = "_composer_dist"
+"""The attribute of a module or an optimizer that holds its record."""
 
 
 class Averaging(Protocol):
@@ -49,6 +50,8 @@ class Prepared:
     """The class of a batch norm before it was synchronized."""
     mesh: Mesh | None = None
     """The whole mesh of the model; its parameters may be on a submesh."""
+    plan: Any = None
+    """The `ParallelPlan` that was carried out."""
     bucket_bytes: int = ParallelismConfig.bucket_bytes
     """Most bytes of weights that are sent at a time."""
     state_dict_type: Literal["sharded", "full"] = "sharded"
@@ -70,20 +73,20 @@ class Prepared:
 
 def of(thing: nn.Module | Optimizer) -> Prepared | None:
     """The record of a model, or of one of its modules or optimizers; None if there is none."""
-    found: Prepared | None = vars(thing).get(_RECORD)
+    found: Prepared | None = vars(thing).get(RECORD)
     return found
 
 
 def record(thing: nn.Module | Optimizer) -> Prepared:
     """The record of `thing`, which is made if there is none."""
-    found: Prepared = vars(thing).setdefault(_RECORD, Prepared())
+    found: Prepared = vars(thing).setdefault(RECORD, Prepared())
     return found
 
 
 def tidy(thing: nn.Module) -> None:
     """Remove an empty record."""
     if of(thing) == Prepared():
-        del vars(thing)[_RECORD]
+        del vars(thing)[RECORD]
 
 
 def prepared_mesh(model: nn.Module) -> Mesh | None:

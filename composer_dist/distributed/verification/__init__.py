@@ -1,0 +1,1 @@
+"""Proof, after the fact, that a prepared model is still the function that it was."""

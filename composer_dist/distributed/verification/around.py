@@ -1,0 +1,65 @@
+"""Keeps everything as it was around a forward and backward that only look."""
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_dist.structure.structure import read_structure
+
+
+@contextmanager
+def as_before(model: nn.Module) -> Iterator[None]:
+    """Restore gradients, buffers, tensors in attributes, and `training` flags at the end.
+
+    Inside, no parameter has a gradient at first.
+    """
+    structure = read_structure(model)
+    modes = {module: module.training for module in model.modules()}
+    parameters = [held.get() for held in structure.parameters.values()]
+    gradients = [(one, one.grad, one.grad.clone()) for one in parameters if one.grad is not None]
+    others = [held for held in structure.tensors.values() if held.info.kind != "parameter"]
+    kept = [(held, held.get(), held.get().detach().clone()) for held in others]
+    for one in parameters:
+        one.grad = None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for held, tensor, value in kept:
+                if held.get() is not tensor:
+                    held.put(tensor)
+                if not tensor.is_meta and not torch.equal(tensor, value):
+                    tensor.copy_(value)
+            for one in parameters:
+                one.grad = None
+            for one, gradient, before in gradients:
+                one.grad = gradient
+                gradient.copy_(before)
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Inside, random numbers are the same each time; all generators are restored at the end."""
+    numpy: Any = sys.modules.get("numpy")
+    states = random.getstate(), numpy.random.get_state() if numpy else None
+    device = torch.accelerator.current_accelerator()
+    devices = [] if device is None else [torch.accelerator.current_device_index()]
+    kind = "cuda" if device is None else device.type
+    with torch.random.fork_rng(devices, device_type=kind):
+        torch.manual_seed(0)
+        random.seed(0)
+        if numpy:
+            numpy.random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            if numpy:
+                numpy.random.set_state(states[1])

@@ -1,0 +1,72 @@
+"""Prepared models are verified in every mode, and are as before afterwards."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composer_dist.distributed import parallelize_model, verify_model
+from composer_dist.distributed.prepared import named_parameters_canonical
+from tests.kit import huggingface
+from tests.kit.compare import same, values
+from tests.kit.decoder import Decoder, token_batch
+from tests.kit.meshes import MESHES
+from tests.kit.models import B, batch
+from tests.kit.toy import Toy, built, tokens
+from tests.kit.world import on_ranks
+
+pytestmark = pytest.mark.promise(113)
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
+    "tied": (lambda: B(tied=True), batch),
+    "norms and buffers": (lambda: built(Toy), lambda model: tokens()),
+    "dropout": (lambda: Decoder(dropout=0.5), lambda model: token_batch()),
+    "llama": (huggingface.tied_llama, lambda model: (4, 8)),
+    "lora": (huggingface.lora_llama, lambda model: (4, 8)),
+}
+
+
+def cases() -> list[Any]:
+    quick = [("fsdp2", "tied"), ("ddp", "norms and buffers"), ("fsdp2", "lora"), ("tp", "llama")]
+    quick += [("hsdp", "tied"), ("plain", "dropout"), ("ddp", "dropout"), ("cp", "llama")]
+    found = []
+    for mesh, (ranks, config) in MESHES.items():
+        for name in MODELS:
+            cut = any(word in mesh for word in ("tp", "cp"))
+            if (cut and name in ("tied", "norms and buffers")) or ("cp" in mesh and name == "dropout"):
+                continue  # they are neither decoders nor call torch's attention
+            marks = () if (mesh, name) in quick else pytest.mark.slow
+            found.append(pytest.param(ranks, config, name, id=f"{mesh}-{name}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "config", "name"), cases())
+@on_ranks("ranks")
+def test_clean_models_are_ok_and_stay_as_they_are(ranks: int, config: Any, name: str) -> None:
+    warnings.simplefilter("ignore")  # peft's and transformers' own
+    build, inputs = MODELS[name]
+    torch.manual_seed(0)
+    model = build().train()
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    if config is not None:
+        parallelize_model(model, config, optimizer)
+    before, state = values(model), torch.get_rng_state()
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    for other in (reference, None):
+        found = verify_model(model, other, inputs(model), optimizer=optimizer)
+        assert found.ok, str(found)
+        counts = {one.what: one.count for one in found.checked}
+        trained = sum(p.requires_grad for p in reference.parameters())
+        assert counts["gradient"] == counts["optimizer step"] == counts["optimizer group"] == trained
+        assert counts["loss"] == counts["gradient norm"] == 1
+        assert ("module output" in counts) == (getattr(config, "mesh", None) is None or config.mesh.cp == 1)
+    same(values(model), before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    assert all(module.training for module in model.modules())
+    assert all(p.grad is None for _, p in named_parameters_canonical(model))
+    assert not optimizer.state
