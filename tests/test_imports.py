@@ -25,8 +25,8 @@ PUBLIC = {
         "ParallelismConfig ParallelismError Precision Rule TPConfig Trainer"
     ),
     "composer_dist.distributed": (
-        "DDPSyncStrategy ParallelPlan Preparation Verification accumulate accumulated_bytes apply_ac assert_no_meta "
-        "build_mesh clip_grad_norm clip_grad_value context_parallel convert_sync_batch_norm "
+        "DDPSyncStrategy ParallelPlan Preparation Verification accumulate accumulated_bytes apply_ac "
+        "assert_no_meta build_mesh clip_grad_norm clip_grad_value context_parallel convert_sync_batch_norm "
         "ddp_sync_context fsdp_mesh init_context launch meta_init named_parameters_canonical no_sync "
         "parallel_cross_entropy parallelize_composer_model parallelize_model plan_parallelism "
         "prepare_fully_shard register_strategy register_tensor_codec revert_sync_batch_norm sampler_kwargs "

@@ -37,7 +37,7 @@ _SAMPLES = 1 << 14
 
 
 @dataclass
-class Trace:
+class Observed:
     """What a forward and backward gave."""
 
     loss: Tensor
@@ -48,9 +48,9 @@ class Trace:
     """The lowest precision of a module's output."""
 
 
-def trace(model: nn.Module, batch: Any, loss: Loss | None) -> Trace:
+def trace(model: nn.Module, batch: Any, loss: Loss | None) -> Observed:
     """Run forward and backward with fixed random numbers; the gradients are in `.grad`."""
-    found = Trace(torch.empty(0), [])
+    found = Observed(torch.empty(0), [])
     mesh = prepared.prepared_mesh(model)
     with ExitStack() as stack:
         with ExitStack() as hooks:
@@ -95,7 +95,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _watched(model: nn.Module, found: Trace) -> Iterator[None]:
+def _watched(model: nn.Module, found: Observed) -> Iterator[None]:
     """Inside, keep samples of what modules return; not inside of compiled ones, which hooks would change."""
     structure, calls = read_structure(model), Counter[str]()
     compiled = [name for name, module in structure.modules.items() if is_compiled(module)]
@@ -129,7 +129,7 @@ def _sampled(tensor: Tensor) -> tuple[tuple[int, ...], Tensor, bool]:
     return tuple(tensor.shape), flat[::step].to("cpu", copy=True), bool(flat.isfinite().all())
 
 
-def compare_traces(found: Trace, expected: Trace, mesh: Mesh | None, findings: Findings) -> float:
+def compare_traces(found: Observed, expected: Observed, mesh: Mesh | None, findings: Findings) -> float:
     """Compare modules, outputs and losses, and return the tolerance.
 
     Outputs of other shapes are parts where tensor parallelism cuts activations; context parallelism cuts all.
@@ -144,7 +144,9 @@ def compare_traces(found: Trace, expected: Trace, mesh: Mesh | None, findings: F
     return tolerance
 
 
-def _compare_outputs(found: Trace, expected: Trace, tolerance: float, cut: bool, findings: Findings) -> None:
+def _compare_outputs(
+    found: Observed, expected: Observed, tolerance: float, cut: bool, findings: Findings
+) -> None:
     for number, (key, (shape, sample, finite)) in enumerate(found.modules.items()):
         other = expected.modules.get(key)
         if other is None or (cut and other[0] != shape):
