@@ -29,6 +29,7 @@ FEATURES = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": "act_ckpt='wrapped'",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper": "act_ckpt='wrapped'",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": "accumulate_gradients='unsharded'",
+    "torch.distributed._composable_state._module_state_mapping": "unparallelize_model",
     "torch.distributed._composable.replicate.DDP": "DDP in place",
     "torch.distributed._composable.replicate.replicate": "DDP in place",
     "torch.distributed.tensor.placement_types._StridedShard": "tensor parallelism of fused matrices",

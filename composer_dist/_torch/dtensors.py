@@ -150,6 +150,12 @@ def count_all_changes() -> None:
                 count_changes(module, key)
 
 
+def forget_changes(module: nn.Module) -> None:
+    """Count no changes of the parameters that a module holds now."""
+    for key in _holders.pop(module, ()):
+        _counted.pop(id(module._parameters.get(key)), None)
+
+
 def is_changed_part(error: RuntimeError) -> bool:
     """Whether autograd refuses a view of a part because of `count_changes`."""
     return bool(_counted) and is_changed_view(error)

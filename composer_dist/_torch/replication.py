@@ -52,6 +52,11 @@ class InPlaceDDP(DistributedDataParallel):
     def on_error(self, error: RuntimeError) -> None:
         """Called when DDP cannot start a forward; may raise another error."""
 
+    def broadcast_due(self) -> None:
+        """Broadcast the buffers now if the next forward would; a collective."""
+        if self.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            self._sync_buffers()  # type: ignore[no-untyped-call]
+
     def wants_backward(self, output: Any) -> bool:
         """Whether the reducer averages the next backward; called after a forward that synchronizes."""
         raise NotImplementedError

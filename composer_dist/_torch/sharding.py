@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ReduceOp
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._common_utils import collect_grad_tensors
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -256,6 +257,14 @@ def _take(held: list[dict[Any, Any]], change: Callable[[], object]) -> None:
     change()
     for hooks in held:
         hooks.pop(_HOOK, None)
+
+
+def forget_state(module: nn.Module) -> None:
+    """Forget that `fully_shard` or `replicate` has taken a module, which now has its own class again.
+
+    Otherwise it could not be taken again. Since torch 2.0.
+    """
+    _module_state_mapping.pop(module, None)
 
 
 units_take_transforms = hasattr(_fsdp_common, "_disable_functorch_if_active")

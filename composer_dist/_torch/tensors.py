@@ -59,6 +59,10 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._base is not None
 
 
+MARK = "_is_param"
+"""The attribute by which `nn.Parameter` marks tensors of other classes. Since torch 1.12."""
+
+
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     """The hooks from `register_hook`. Since torch 0.2."""
     return list(tensor._backward_hooks.values()) if tensor._backward_hooks else []

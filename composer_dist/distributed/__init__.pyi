@@ -27,6 +27,7 @@ from .training.gradients import accumulate as accumulate
 from .training.gradients import accumulated_bytes as accumulated_bytes
 from .training.gradients import no_sync as no_sync
 from .training.summon import summon_full_params as summon_full_params
+from .undo import unparallelize_model as unparallelize_model
 from .verification.result import Verification as Verification
 from .verification.verify import verify_model as verify_model
 from .weights.initialize import assert_no_meta as assert_no_meta

@@ -28,6 +28,12 @@ def before_every_step(owner: T, choose: Callable[[T, Optimizer], Check[T] | None
     _chosen.clear()
 
 
+def end_checks(owner: object) -> None:
+    """Check nothing for `owner` any more."""
+    _choices[:] = [one for one in _choices if one[0]() is not owner]
+    _chosen.clear()
+
+
 _choices: list[tuple[ref[Any], Callable[[Any, Optimizer], Check[Any] | None]]] = []
 _chosen: WeakKeyDictionary[Optimizer, tuple[object, list[tuple[ref[Any], Check[Any]]]]] = WeakKeyDictionary()
 """For each optimizer its parameters, as they were when this was decided, and the checks."""

@@ -32,6 +32,7 @@ from composer_dist.distributed.ranks import process_group as process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.replication import apply as replication
 from composer_dist.distributed.replication.plan import stays
+from composer_dist.distributed.restore import changes_noted
 from composer_dist.distributed.sharding import apply as sharding
 from composer_dist.distributed.sharding.choose_units import composer_children
 from composer_dist.distributed.steps import check_here, collector_paused, divide, meta_init
@@ -186,30 +187,31 @@ def _prepare(
         warnings.warn(warning, stacklevel=4)
 
     with usable_or_marked(model, agreement=agreement):
-        with agreement.together("sharding"), done.step("shard"), _torch.cheap_detach():
+        with agreement.together("sharding"), done.step("shard"), changes_noted(model), _torch.cheap_detach():
             follower = Follower(optimizers, structure, sources.states, sources.states_here, sources.init)
             structure, originals = divide(structure, plan, mesh)
             give_memory(structure, originals, mesh.device)
         filling = Filling(structure, originals, sources, components, disk, plan.delivery, mesh, agreement)
         done.bytes_moved, done.bytes_read, done.transport = filling.run(follower, done.step)
-        if replica := plan.replication:
-            agreement.collectively(
-                "replication", lambda: replication.arm(structure, replica, mesh, optimizers)
-            )
-        with agreement.together("the final checks"), done.step("check"):
-            for name, original in originals.items():
-                carry_attributes(original, structure.tensors[name].get())  # type: ignore[arg-type]
-            parameters = {name: structure.parameters[name].get() for name in plan.plain}
-            done.plain_parameters = parameters  # type: ignore[assignment]
-            initialize.assert_no_meta(model)
-            sharding.finish(structure, plan.sharding)
-            sharding.arm(structure, plan.sharding, mesh)
-            expect_context(model, mesh)
-            check_steps(model, mesh.sizes)
-            record(model).mesh, record(model).plan = mesh, plan
-            now = {name: held.get() for name, held in structure.parameters.items()}
-            watch_steps(model, {name: old for name, old in follower.old.items() if old is not now[name]})
-        tensor_parallel.arm(structure, plan.tensor_parallel, mesh, agreement)
+        with changes_noted(model):
+            if replica := plan.replication:
+                agreement.collectively(
+                    "replication", lambda: replication.arm(structure, replica, mesh, optimizers)
+                )
+            with agreement.together("the final checks"), done.step("check"):
+                for name, original in originals.items():
+                    carry_attributes(original, structure.tensors[name].get())  # type: ignore[arg-type]
+                parameters = {name: structure.parameters[name].get() for name in plan.plain}
+                done.plain_parameters = parameters  # type: ignore[assignment]
+                initialize.assert_no_meta(model)
+                sharding.finish(structure, plan.sharding)
+                sharding.arm(structure, plan.sharding, mesh)
+                expect_context(model, mesh)
+                check_steps(model, mesh.sizes)
+                record(model).mesh, record(model).plan = mesh, plan
+                now = {name: held.get() for name, held in structure.parameters.items()}
+                watch_steps(model, {name: old for name, old in follower.old.items() if old is not now[name]})
+            tensor_parallel.arm(structure, plan.tensor_parallel, mesh, agreement)
     if verify is not None and verify is not False:
         with done.step("verify"):
             _verify(model, None if verify is True else verify, optimizers)

@@ -9,7 +9,7 @@ evaluation, on every unit with an int `reshard_after_forward`). Code that iterat
 uses `named_parameters_canonical`, which reshards first.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -66,6 +66,10 @@ class Prepared:
     """The `Layers` around the module's forward."""
     proven: bool = False
     """Whether context parallelism has verified that its sequence can be split."""
+    changes: Any = None
+    """The `Changes` in the modules, which `unparallelize_model` puts back."""
+    ends: list[Callable[[], None]] = field(default_factory=list)
+    """Called before that, on all ranks alike: they end what features do outside of modules."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Prepared, (self.unusable, self.original_class), {"forward": self.forward}

@@ -35,6 +35,7 @@ from composer_dist.distributed.prepared import check_module, check_usable, mesh_
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.replication.plan import check_replica
+from composer_dist.distributed.restore import changes_noted
 from composer_dist.distributed.sharding import apply as sharding
 from composer_dist.distributed.sharding.apply import average_plain
 from composer_dist.distributed.sharding.choose_units import composer_children
@@ -191,7 +192,7 @@ def prepare_fully_shard(
         check_here(structure, plan, mesh)
     for warning in plan.warnings:
         warnings.warn(warning, stacklevel=2)
-    with usable_or_marked(model, agreement=agreement):
+    with usable_or_marked(model, agreement=agreement), changes_noted(model):
         structure, originals = divide(structure, plan, mesh)
         real = {name: original for name, original in originals.items() if not original.is_meta}
         give_memory(structure, real, mesh.device)

@@ -180,7 +180,7 @@ def dtensor_of(
 
 def own_attributes(tensor: Tensor) -> dict[str, Any]:
     """The Python attributes that users have set on a tensor, without those of its class."""
-    attributes = dict(vars(tensor))
+    attributes = {name: value for name, value in vars(tensor).items() if name != _torch.MARK}
     if attributes and not isinstance(tensor, DTensor) and codec_of(tensor) is not None:
         made = vars(rebuild(tensor, inner_tensors(tensor), tensor.shape))
         attributes = {name: value for name, value in attributes.items() if name not in made}

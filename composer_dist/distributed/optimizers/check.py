@@ -199,7 +199,7 @@ def forgotten_optimizers(optimizers: Sequence[Optimizer], structure: Structure) 
         if held and id(thing) not in known:
             found.append(
                 f"{type(thing).__name__} holds {len(held)} parameters of this model, but was not passed, so "
-                "it will update nothing. Pass it as optimizer=, or build it after preparation."
+                "it will update nothing. Pass it as optimizer=, or build it afterwards."
             )
     return found
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from composer_dist import _torch
 from composer_dist.distributed.before_steps import Check, before_every_step
-from composer_dist.distributed.prepared import record
+from composer_dist.distributed.prepared import of
 from composer_dist.distributed.ranks.process_group import device_for_facts
 from composer_dist.distributed.training.average_gradients import groups_of
 from composer_dist.errors import Faults, ParallelismRuntimeError
@@ -31,12 +31,14 @@ def watch_steps(model: nn.Module, replaced: Mapping[str, Tensor]) -> None:
         replaced: the parameters, by name, that the model had before.
     """
     former = {id(parameter): (name, ref(parameter)) for name, parameter in replaced.items()}
+    for there, earlier in _former:
+        former = {**earlier, **former} if there() is model else former
     before_every_step(model, partial(_choose, former))
     _watch_zero_grad()
     _known[model] = [ref(module) for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in _units(model):
         _torch.drop_with_gradients(unit)
-    _former[:] = [*(one for one in _former if one[0]() is not None), (ref(model), former)]
+    _former[:] = [*(one for one in _former if one[0]() not in (None, model)), (ref(model), former)]
 
 
 _former: list[tuple[ref[nn.Module], Mapping[int, tuple[str, Any]]]] = []
@@ -98,9 +100,7 @@ def _choose(
     former: Mapping[int, tuple[str, Any]], model: nn.Module, optimizer: Optimizer
 ) -> Check[nn.Module] | None:
     held = {id(one): one for group in optimizer.param_groups for one in group["params"]}
-    found = [
-        (former[key][0], held[key]) for key in former.keys() & held.keys() if former[key][1]() is held[key]
-    ]
+    found = [(name, held[key]) for key, (name, one) in former.items() if key in held and one() is held[key]]
     if not found:
         _check_apart(model, held)
     params = [param for unit in _units(model) for param in _torch.fsdp_params(unit)]
@@ -117,7 +117,7 @@ def _check_apart(model: nn.Module, held: Mapping[int, Tensor]) -> None:
     known = {id(parameter) for one in models for parameter in one.parameters()}
     apart = [one for key, one in held.items() if key not in known and one.requires_grad]
     apart = [one for one in apart if not isinstance(one, DTensor)]
-    mesh = record(model).mesh
+    mesh = None if (known_as := of(model)) is None else known_as.mesh
     if not apart or mesh is None or held.keys().isdisjoint(map(id, model.parameters())):
         return
     mine = torch.tensor([0 if p.grad is None else fingerprint(p.grad.to_dense()) >> 1 for p in apart])
@@ -137,11 +137,13 @@ def _check_apart(model: nn.Module, held: Mapping[int, Tensor]) -> None:
 def _before_step(
     former: Sequence[tuple[str, Tensor]], mine: Set[int], model: nn.Module, optimizer: Optimizer
 ) -> None:
-    if old := [name for name, one in former if one.grad is None]:
+    if old := {name: one for name, one in former if one.grad is None}:
+        undone = any(isinstance(one, DTensor) for one in old.values())
+        when = "unparallelize_model" if undone else "the preparation"
         raise ParallelismRuntimeError(
-            f"{type(optimizer).__name__} holds {listed(old)} from before the preparation, which the model no "
+            f"{type(optimizer).__name__} holds {listed(list(old))} from before {when}, which the model no "
             "longer has, so it would update nothing. Pass it as optimizer=, or build it from "
-            "model.parameters() after the preparation."
+            f"model.parameters() after {when}."
         )
     units = _units(model)
     if waiting := [name for unit in units for name, one in _torch.unreduced(unit) if id(one) in mine]:

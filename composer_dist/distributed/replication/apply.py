@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from composer_dist.distributed.before_steps import before_every_step
 from composer_dist.distributed.forwards import call_through
 from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.distributed.prepared import record
 from composer_dist.distributed.replication.batch_norm import convert_sync_batch_norm
 from composer_dist.distributed.replication.plan import ReplicaPlan
 from composer_dist.distributed.replication.reducer import Replica, replica_of
@@ -27,18 +29,22 @@ def arm(structure: Structure, plan: ReplicaPlan, mesh: Mesh, optimizers: Sequenc
     model = structure.modules[""]
     if plan.sync_batch_norm:
         convert_sync_batch_norm(model, mesh.replica_group)
+    parameters = {name: structure.tensors[name].get() for name in plan.averaged}
     replica = Replica(
         model,
         plan,
-        parameters={name: structure.tensors[name].get() for name in plan.averaged},  # type: ignore[misc]
+        parameters=parameters,  # type: ignore[arg-type]
         ignored=[structure.tensors[name].get() for name in plan.ignored],
         mesh=mesh,
     )
     call_through(model, plan.forward_methods)
     before_every_step(replica, Replica.check_of)
+    ends = record(model).ends
     if replica.local_sgd is not None:
+        ends.append(partial(replica.local_sgd.end, list(parameters.values())))
         for optimizer in optimizers:
-            optimizer.register_step_post_hook(replica.local_sgd.after_step)
+            ends.append(optimizer.register_step_post_hook(replica.local_sgd.after_step).remove)
+    ends.append(replica.end)
 
 
 class DDPSyncStrategy(StrEnum):

@@ -10,7 +10,7 @@ Large Mini-Batches, Use Local SGD" (2018), arXiv:1808.07217.
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -79,6 +79,11 @@ class LocalSGD:
         """Average the parameters of `optimizer` if a period is over; its post-step hook."""
         if self.steps and self.steps % self.period == 0:
             average((p for group in optimizer.param_groups for p in group["params"]), self.everybody)
+
+    def end(self, parameters: Iterable[Tensor]) -> None:
+        """Average parameters if there were local steps since the last average."""
+        if self.steps % self.period:
+            average(parameters, self.everybody)
 
 
 def post_local_sgd(state: LocalSGD, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]

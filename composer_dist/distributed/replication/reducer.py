@@ -64,7 +64,7 @@ class Replica:
         self._local = LocalGradients(parameters if self.group.size() > 1 else {}, advice)
         self._checks = Checks(parameters, ignored, self.group)
         if (former := replica_of(model)) is not None:  # it was for evaluation only; a plan refuses others
-            former._remove()
+            former.end()
         self._handles = compute_in(model, mesh.device_type, plan.mp_policy)
         before = torch.compiler.disable(self._before_forward)  # the user may compile the whole model
         self._handles.append(model.register_forward_pre_hook(before))
@@ -122,9 +122,14 @@ class Replica:
         if self._ddp is not None and (trainable := self._trainable()):
             self._follow(trainable)
 
-    def _remove(self) -> None:
+    def end(self) -> None:
+        """Remove all hooks; every rank gets rank 0's buffers."""
         for handle in self._handles:
             handle.remove()
+        if self._ddp is not None:
+            self._ddp.broadcast_due()
+            self._ddp.release()
+        self._ddp = self._hook = None
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self._parameters.items() if p.requires_grad}

@@ -54,23 +54,29 @@ class FollowBuffers:
         if self._groups:
             self._root.register_forward_pre_hook(torch.compiler.disable(self._enter))
             self._root.register_forward_hook(torch.compiler.disable(self._leave))
+            record(self._root).ends.append(lambda: self._catch_up(True))
 
     def _enter(self, root: nn.Module, args: Any) -> None:
         trains = root.training and torch.is_grad_enabled()
+        self._catch_up(trains or self._trained)
+        self._trained = trains
+        if trains:
+            self._tensors = self._others()
+            self._before = self._watch.before(root, self._tensors)
+
+    def _catch_up(self, looks: bool) -> None:
+        """Give every rank rank 0's values; `looks` for changes of further buffers."""
+        root = self._root
         if tables := set(map(id, record(root).tables)):
             self._cut.update(name for name, one in root.named_buffers() if id(one) in tables)
         others = self._others()
-        if self._before is not None and others and (trains or self._trained):
+        if self._before is not None and others and looks:
             same = {name: one for name, one in others.items() if self._tensors.get(name) is one}
             changed = others.keys() - same.keys() | set(self._before.changed(same))
             if self._is_anywhere(bool(changed)):
                 self._due = sorted({*self._due, *self._agree_on(changed)})
         if self._due:
             self._follow()
-        self._trained = trains
-        if trains:
-            self._tensors = self._others()
-            self._before = self._watch.before(root, self._tensors)
 
     def _others(self) -> dict[str, Tensor]:
         """The buffers that are not followed yet, also those that a forward has made."""

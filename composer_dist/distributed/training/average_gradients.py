@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composer_dist import _torch
 from composer_dist.distributed import prepared
-from composer_dist.distributed.before_steps import Check, before_every_step
+from composer_dist.distributed.before_steps import Check, before_every_step, end_checks
 from composer_dist.distributed.moving.messages import in_buckets
 from composer_dist.distributed.ranks.reports import lost_named
 from composer_dist.distributed.training.gradient_hooks import GradientHooks
@@ -84,6 +84,7 @@ class PlainGradientAveraging:
         self._hook_trainable()
         self._record = prepared.record(root)
         self._record.averagings.append(self)
+        self._record.ends.append(self.remove)
 
     def remove(self) -> None:
         """Stop averaging and remove all hooks."""
@@ -92,7 +93,9 @@ class PlainGradientAveraging:
             handle.remove()
         if self in self._record.averagings:
             self._record.averagings.remove(self)
+            self._record.ends.remove(self.remove)
         self._local.clear()
+        end_checks(self)
 
     def _hook_trainable(self) -> None:
         """Frozen parameters take no hooks, so those that were thawed since get theirs at the next forward."""

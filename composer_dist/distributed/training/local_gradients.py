@@ -1,6 +1,6 @@
 """Gradients that are this rank's own, because the last backward was inside of `no_sync`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from weakref import WeakSet
 
 import torch
@@ -49,13 +49,17 @@ class LocalGradients:
         if not self._waiting:
             return
         held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        self._forget([one for one in self._waiting if id(one) in held])
-        if names := [name for name, one in self._names.items() if one in self._waiting and id(one) in held]:
+        if names := self.waiting(held):
             raise ParallelismRuntimeError(
                 f"The optimizer would step with gradients of {listed(names)} that are not averaged over "
                 "the ranks, because the last backward was inside of no_sync. Run the last one outside."
                 + self._advice
             )
+
+    def waiting(self, held: Set[int]) -> list[str]:
+        """The names of those parameters, among these ids, whose gradients wait."""
+        self._forget([one for one in self._waiting if id(one) in held])
+        return [name for name, one in self._names.items() if one in self._waiting and id(one) in held]
 
     def look(self) -> None:
         """A backward begins, maybe of another model."""
@@ -82,6 +86,14 @@ class LocalGradients:
         for one in parameters:
             if not _has_values(one.grad):
                 del self._waiting[one]
+
+
+def waiting_of(parameters: Iterable[torch.Tensor]) -> list[str]:
+    """The names of those of `parameters` whose gradients wait for a synchronized backward."""
+    held, found = set(map(id, parameters)), list[str]()
+    for gradients in list(_all):
+        found += gradients.waiting(held)
+    return found
 
 
 _all: WeakSet[LocalGradients] = WeakSet()

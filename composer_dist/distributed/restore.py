@@ -1,0 +1,133 @@
+"""What a preparation changes in modules: noted while it is done, and put back.
+
+Classes, attributes, hooks and submodules are compared before and after, so no feature of the recipe can be
+forgotten. Tensors are left out. What other code has changed since stays as it is.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composer_dist import _torch
+from composer_dist.distributed.prepared import Prepared, of, record
+from composer_dist.wording import listed
+
+_REGISTERED = {key for key, value in vars(nn.Module()).items() if isinstance(value, dict)}
+_HELD = sorted(_REGISTERED - {"_parameters", "_buffers"})
+"""The dictionaries of a module for hooks and submodules."""
+_ABSENT = object()
+
+
+@dataclass
+class _ModuleThen:
+    """A module at one moment."""
+
+    kind: type[nn.Module]
+    known: Prepared | None
+    values: dict[tuple[str | None, Any], Any]
+    """Its attributes, and the entries of its dictionaries, by the dictionary's name and the key."""
+
+    @classmethod
+    def read(cls, module: nn.Module) -> "_ModuleThen":
+        own = vars(module)
+        values: dict[tuple[str | None, Any], Any] = {
+            (None, key): value
+            for key, value in own.items()
+            if key not in _REGISTERED and not isinstance(value, (Tensor, Prepared))
+        }
+        for name in _HELD:
+            values.update({(name, key): value for key, value in own[name].items()})
+        return cls(type(module), _copied(of(module)), values)
+
+
+def _copied(known: Prepared | None) -> Prepared | None:
+    if known is None:
+        return None
+    layers = known.forward and replace(known.forward, wraps=dict(known.forward.wraps))
+    return replace(known, averagings=[*known.averagings], ends=[*known.ends], forward=layers)
+
+
+@dataclass
+class _ModuleChange:
+    """What has become of one module."""
+
+    kind: type[nn.Module]
+    known: Prepared | None
+    """Its class and record before."""
+    now: type[nn.Module]
+    values: dict[tuple[str | None, Any], tuple[Any, Any]] = field(default_factory=dict)
+    """What was there before and after, by dictionary and key."""
+
+
+@dataclass
+class Changes:
+    """What one preparation has changed in the modules of a model."""
+
+    modules: dict[nn.Module, _ModuleChange]
+    cut: list[str]
+    """The parameters that were DTensors before."""
+
+    def user_cuts(self) -> Iterator[str]:
+        """Why the tensors cannot be made what they were."""
+        if self.cut:
+            yield (
+                f"{listed(self.cut)} was a DTensor before the preparation, so it cannot be made what it was "
+                "without the code that has cut it. Build the model anew and load a full_state_dict."
+            )
+
+    def faults(self) -> Iterator[str]:
+        """Why they cannot be put back."""
+        for module, one in self.modules.items():
+            kind = one.kind.__name__
+            if type(module) is not one.now:
+                yield f"other code has changed the class of a {kind} to {type(module).__name__} since."
+            _, ours = one.values.get((None, "forward"), (None, _ABSENT))
+            if ours is not _ABSENT and vars(module).get("forward") is not ours:
+                yield f"other code has set a forward on top of the prepared one of a {kind}; take it off."
+
+    def put_back(self) -> None:
+        """Make the modules what they were."""
+        for module, one in self.modules.items():
+            own = vars(module)
+            _torch.forget_changes(module)
+            if one.kind is not one.now:
+                module.__class__ = one.kind
+                _torch.forget_state(module)
+            for (name, key), (before, after) in one.values.items():
+                held = own if name is None else own[name]
+                is_hook = name not in (None, "_modules") and before is _ABSENT
+                if not is_hook and held.get(key, _ABSENT) is not after:
+                    continue
+                if before is _ABSENT:
+                    held.pop(key, None)
+                else:
+                    held[key] = before
+            own.pop("_composer_dist", None)
+            if one.known is not None:
+                own["_composer_dist"] = one.known
+
+
+@contextmanager
+def changes_noted(model: nn.Module) -> Iterator[None]:
+    """Note in the record of `model` what the body changes in its modules, after what is noted there."""
+    before = {module: _ModuleThen.read(module) for module in model.modules()}
+    cut = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    yield
+    known = record(model)
+    if known.changes is None:
+        known.changes = Changes({}, cut)
+    noted = known.changes.modules
+    for module, was in before.items():
+        now = _ModuleThen.read(module)
+        one = noted.get(module) or _ModuleChange(was.kind, was.known, now.kind)
+        one.now = now.kind
+        for place in was.values.keys() | now.values.keys():
+            then, after = was.values.get(place, _ABSENT), now.values.get(place, _ABSENT)
+            if then is not after:
+                one.values[place] = one.values.get(place, (then, None))[0], after
+        if one.values or one.kind is not one.now or of(module) is not None:
+            noted[module] = one
