@@ -9,6 +9,7 @@ from composer_dist.structure.structure import TensorInfo
 
 Moment = Literal[
     "begin",
+    "gradient",
     "allocate",
     "free",
     "before forward",
@@ -18,7 +19,9 @@ Moment = Literal[
     "after reduction",
     "after backward",
 ]
-"""What a step consists of; between "before reduction" and "after reduction" a unit's gradients are freed."""
+"""What a step consists of; between "before reduction" and "after reduction" a unit's gradients are freed.
+
+"gradient": a parameter's gradient is complete."""
 
 
 Kind = Literal["gathered", "communication", "gradients", "activations", "logits"]
@@ -36,6 +39,8 @@ class StepEvent(NamedTuple):
     nbytes: int = 0
     """What is allocated or freed."""
     kind: Kind = "activations"
+    name: str = ""
+    """Of the parameter."""
 
 
 class Change(NamedTuple):
@@ -43,6 +48,22 @@ class Change(NamedTuple):
 
     kind: Kind
     nbytes: int
+
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "send"]
+"""What ranks do together."""
+
+
+class Transfer(NamedTuple):
+    """One collective that a rank takes part in."""
+
+    collective: Collective
+    dimension: str
+    """Of the mesh."""
+    ranks: int
+    """In the group."""
+    nbytes: int
+    """Of an all-gather's output, a reduce-scatter's input, or the tensor that is reduced or sent."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +85,10 @@ class FeaturePlan:
 
     def memory(self, rank: Rank) -> Callable[[StepEvent], Iterator[Change]] | None:
         """A function that says what the feature allocates and frees at each event of a step, in order."""
+        return None
+
+    def communication(self, rank: Rank) -> Callable[[StepEvent], Iterator[Transfer]] | None:
+        """A function that says what the feature sends at each event of a step, in order."""
         return None
 
     def explain(self, module: str) -> str:

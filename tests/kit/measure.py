@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from composer_dist import _torch
 from composer_dist.distributed.moving import gather
 from composer_dist.distributed.ranks.board import Board
+from composer_dist.tensors.nested import tensors_in
 
 
 def by_messages() -> Any:
@@ -22,16 +23,38 @@ def by_messages() -> Any:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives by name."""
+    """Counts collectives by name; `sent` has the collective, the ranks and the bytes of each as plans do."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.sent: list[tuple[str, int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in {"c10d", "_c10d_functional"}:
             self.counts[func.__name__.partition(".")[0]] += 1
+            if (group := _torch.group_of_collective(func, args)) is not None:
+                self.sent.append(_sent(func, args, group.size()))
         return func(*args, **(kwargs or {}))
+
+
+KINDS = {
+    "_allgather_base_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "broadcast_": "broadcast",
+}
+"""torch's operations by the names that plans have."""
+
+
+def _sent(func: Any, args: Any, ranks: int) -> tuple[str, int, int]:
+    name = func.__name__.partition(".")[0]
+    place = 1 if name == "_reduce_scatter_base_" else 0
+    nbytes = sum(one.nbytes for one in tensors_in(args[place]))
+    return KINDS.get(name, name), ranks, nbytes * (ranks if name == "all_gather_into_tensor" else 1)
 
 
 @contextmanager

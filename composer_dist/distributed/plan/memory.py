@@ -101,7 +101,7 @@ def estimate_memory(
     estimate = MemoryEstimate(**{kind: held[kind] for kind, how in HOW.items() if how == "exact"})  # type: ignore[arg-type]
     if batch is None:
         return replace(estimate, peak=held.total() - held["host"])
-    events = trace_step(structure, plan, _run(batch, loss))
+    events = trace_step(structure, plan, run_of(batch, loss))
     return _followed(plan, here, estimate, [*events, *_optimizer_step(extra)])
 
 
@@ -205,7 +205,7 @@ def _followed(
     )
 
 
-def _run(batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> Run:
+def run_of(batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> Run:
     """How the traced model is called."""
     shape = batch if isinstance(batch, tuple) and all(isinstance(one, int) for one in batch) else None
 

@@ -10,9 +10,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.config.mesh import MeshConfig
-from composer_dist.distributed.plan.decisions import Decisions
-from composer_dist.distributed.plan.memory import MemoryEstimate, estimate_memory
+from composer_dist.distributed.plan.communication import Communication, estimate_communication, untraced
+from composer_dist.distributed.plan.decisions import Decisions, Subject
+from composer_dist.distributed.plan.memory import MemoryEstimate, estimate_memory, rank_of, run_of
 from composer_dist.distributed.plan.text import mesh_in_words, table, unit_rows
+from composer_dist.distributed.plan.topology import Topology, as_topology
+from composer_dist.distributed.plan.trace import trace_step
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.structure.structure import Structure
 from composer_dist.wording import human_bytes, near_miss
@@ -46,9 +49,42 @@ class ParallelPlan(Decisions):
         Raises:
             ParallelismValueError: the plan has no such rank, or the batch does not suit the model.
         """
+        return estimate_memory(self, self._subject(), batch, loss, rank)
+
+    def communication(
+        self,
+        batch: Any = None,
+        *,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        rank: int = 0,
+        topology: Topology | str = "h100",
+    ) -> Communication:
+        """What a rank sends and receives in a step of training, the third or later, with one microbatch.
+
+        Bytes are those of an all-gather's output, a reduce-scatter's input, and the tensor of an all-reduce
+        or a broadcast. With a batch, units, gradients and calls are followed through a traced step; without
+        one, each unit runs once. Not counted: what goes through the store and shared memory (`check_order`,
+        agreements), and what the loss, the optimizer and clipping send.
+
+        Args:
+            batch, loss, rank: as for `memory`.
+            topology: the links, "h100", "a100" or a `Topology`; see there for how seconds are computed.
+
+        Raises:
+            ParallelismValueError: the plan has no such rank, or the batch does not suit the model.
+        """
+        subject = self._subject()
+        events = (
+            trace_step(subject.structure, self, run_of(batch, loss)) if batch is not None else untraced(self)
+        )
+        return estimate_communication(
+            self, rank_of(self, subject.structure, rank), events, as_topology(topology)
+        )
+
+    def _subject(self) -> Subject:
         if self.subject is None:
             raise ParallelismValueError("The plan has no model. Make it with plan_parallelism(model, ...).")
-        return estimate_memory(self, self.subject, batch, loss, rank)
+        return self.subject
 
     def explain(self, name: str) -> str:
         """In words: what happens to the module or tensor called `name` ("" is the root), and why.

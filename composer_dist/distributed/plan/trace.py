@@ -58,9 +58,10 @@ def trace_step(structure: Structure, plan: Decisions, run: Run) -> list[StepEven
             record.watch(unit.name, copied.modules[name], unit.mp_policy)
     replica = plan.replication
     low = replica.mp_policy.param_dtype if replica else None
-    for name in replica.averaged if replica and replica.arguments["gradient_as_bucket_view"] else ():
-        if fakes[name].requires_grad:  # what autograd makes is copied into a bucket
-            fakes[name].register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
+    for name in replica.averaged if replica else ():
+        if fakes[name].requires_grad:
+            view = replica is not None and replica.arguments["gradient_as_bucket_view"]
+            fakes[name].register_post_accumulate_grad_hook(partial(record.take_gradient, name, view))
     logits = vocabulary_of(structure.modules[""])
     allocations = _Allocations(record.note, list(fakes.values()), logits)
     record.note("begin")
@@ -107,6 +108,13 @@ class _Record:
         """Add hooks to a module of a unit."""
         module.register_forward_pre_hook(partial(self._enter, unit, policy), with_kwargs=True, prepend=True)
         module.register_forward_hook(partial(self._leave, unit))
+
+    def take_gradient(self, name: str, moves: bool, parameter: Tensor) -> None:
+        """A parameter's gradient is complete; if it `moves`, it is copied into a bucket."""
+        where = self._inside[-1] if self._inside else ""
+        self.events.append(StepEvent("gradient", self.phase, where, name=name))
+        if moves:
+            parameter.grad = None
 
     def _enter(
         self, unit: str, policy: MixedPrecisionPolicy, module: nn.Module, args: Any, kwargs: Any

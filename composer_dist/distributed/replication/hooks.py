@@ -103,9 +103,9 @@ def post_local_sgd(state: LocalSGD, bucket: dist.GradBucket) -> Future[Tensor]: 
 HookFunction = Callable[[Any, Any], Future[Tensor]]
 """`(state, bucket)`, as DDP calls it."""
 LOCAL_SGD = "post_local_sgd"
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _POWER = "powersgd"  # torch's batched variant fails an assert of its own in 2.13
-_NAMES = (*_DTYPES, _POWER, LOCAL_SGD)
+_NAMES = (*DTYPES, _POWER, LOCAL_SGD)
 
 
 class CommHook(NamedTuple):
@@ -139,14 +139,14 @@ class HookPlan:
             return self.custom
         *wrappers, name = self.names
         state: Any = group
-        if name in _DTYPES:
-            function = reduced_in(_DTYPES[name])
+        if name in DTYPES:
+            function = reduced_in(DTYPES[name])
         elif name == _POWER:
             state, function = power.PowerSGDState(group, **self.options), power.powerSGD_hook
         else:
             state, function = LocalSGD(group, **self.options), post_local_sgd
         for wrapper in reversed(wrappers):
-            function = cast_around(_DTYPES[wrapper], function)
+            function = cast_around(DTYPES[wrapper], function)
         return CommHook(state, function)
 
 
@@ -188,7 +188,7 @@ def plan_comm_hook(config: DDPConfig, reduce_dtype: torch.dtype | None) -> HookP
         spelled = str(getattr(hook, "__qualname__", type(hook).__name__))
     elif hook is not None:
         raise ParallelismTypeError(f"comm_hook must be a name or a function, not {type(hook).__name__}.")
-    if hook is not None and reduce_dtype in _DTYPES.values():
+    if hook is not None and reduce_dtype in DTYPES.values():
         raise ParallelismValueError(
             f"comm_hook={spelled} and mixed_precision (reduce_dtype {reduce_dtype}) both determine the dtype "
             "in which gradients are sent; give only one."
@@ -223,10 +223,10 @@ def _parse(spec: str) -> tuple[str, ...]:
     if unknown := [name for name in names if name not in _NAMES]:
         raise ParallelismValueError(
             f"There is no comm_hook {unknown[0]!r}. Valid names: {', '.join(_NAMES)}, and "
-            f"{' and '.join(f'{outer}(...)' for outer in _DTYPES)} around another."
+            f"{' and '.join(f'{outer}(...)' for outer in DTYPES)} around another."
             f"{near_miss(unknown[0], _NAMES)}"
         )
-    if wrong := [name for name in names[:-1] if name not in _DTYPES]:
+    if wrong := [name for name in names[:-1] if name not in DTYPES]:
         raise ParallelismValueError(f"{wrong[0]!r} in comm_hook={spec!r} cannot be put around another hook.")
     return names
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
+from math import prod
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from composer_dist.distributed import prepared
 from composer_dist.distributed.feature_plan import Change, FeaturePlan, Rank, StepEvent
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.replication.batch_norm import find_batch_norms
-from composer_dist.distributed.replication.hooks import HookPlan, plan_comm_hook
+from composer_dist.distributed.replication.communication import FIRST_BUCKET, BucketTraffic
+from composer_dist.distributed.replication.hooks import DTYPES, HookPlan, plan_comm_hook
 from composer_dist.distributed.wishes import UNIT_FIELDS, Wishes, check_forward_methods
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import mixed_precision_policy
@@ -92,6 +94,22 @@ class ReplicaPlan(FeaturePlan):
                 yield Change("communication", nbytes)
 
         return follow
+
+    def communication(self, rank: Rank) -> BucketTraffic:
+        infos = rank.tensors
+        trained = [] if self.idle else [name for name in self.averaged if infos[name].requires_grad]
+        sent = [one for one in infos.values() if one.kind == "buffer" and one.name not in self.ignored]
+        cap = self.arguments["bucket_cap_mb"]
+        limits = (int(cap * 2**20),) * 2 if cap else (FIRST_BUCKET, 25 << 20)
+        hook = DTYPES.get(self.hook.names[0]) if self.hook and self.hook.names else None
+        return BucketTraffic(
+            gradients={name: (prod(infos[name].shape), infos[name].dtype) for name in trained},
+            buffers=[(prod(one.shape), one.dtype) for one in sent] if self.broadcast_buffers else [],
+            limits=limits,
+            reduced=hook or self.reduce_dtype,
+            searches=self.arguments["find_unused_parameters"] and not self.arguments["static_graph"],
+            ranks=rank.sizes["dp_replicate"],
+        )
 
     def explain(self, module: str = "") -> str:
         if module:

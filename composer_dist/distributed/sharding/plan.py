@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from composer_dist import _torch
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed.feature_plan import FeaturePlan, Rank
-from composer_dist.distributed.mesh.dimensions import roles
+from composer_dist.distributed.mesh.dimensions import FLATTENED, roles
 from composer_dist.distributed.mesh.layout import padded_numel
 from composer_dist.distributed.moving.memory import pins
 from composer_dist.distributed.sharding.assign_units import (
@@ -25,6 +25,7 @@ from composer_dist.distributed.sharding.assign_units import (
 )
 from composer_dist.distributed.sharding.choose_units import choose_units
 from composer_dist.distributed.sharding.codecs import check_codecs
+from composer_dist.distributed.sharding.communication import UnitTraffic, averaged_gradients, followed_buffers
 from composer_dist.distributed.sharding.memory import UnitMemory, UnitSizes
 from composer_dist.distributed.wishes import UNIT_FIELDS, Wishes, check_forward_methods
 from composer_dist.errors import ParallelismValueError
@@ -107,6 +108,29 @@ class ShardingPlan(FeaturePlan):
     def memory(self, rank: Rank) -> UnitMemory:
         sizes = {unit.name: _sizes(unit, rank) for unit in self.units}
         return UnitMemory(sizes, rank.at.shards, staged=rank.device_type == "cpu")
+
+    def communication(self, rank: Rank) -> UnitTraffic:
+        sizes, infos = rank.sizes, rank.tensors.values()
+        both = sizes["dp_shard"] > 1 and sizes["cp"] > 1
+        dimension = FLATTENED if both else "cp" if sizes["cp"] > 1 else "dp_shard"
+        groups = [("dp_replicate", sizes["dp_replicate"]), (dimension, rank.at.shards)]
+        groups = [(name, size) for name, size in groups if size > 1]
+        whole = [one for one in infos if one.name in self.plain and one.requires_grad]
+        return UnitTraffic(
+            units={unit.name: _sizes(unit, rank) for unit in self.units},
+            dimension=dimension,
+            ranks=rank.at.shards,
+            replicas=rank.sizes["dp_replicate"],
+            smaller={
+                unit.name: unit.reshard_after_forward
+                for unit in self.units
+                if not isinstance(unit.reshard_after_forward, bool)
+            },
+            first=[
+                *followed_buffers((one for one in infos if one.kind == "buffer"), self.batch_norms, groups)
+            ],
+            last=[*averaged_gradients(whole, groups)],
+        )
 
     def notes(self) -> Iterator[str]:
         yield from (f"replicated: {name} ({reason})" for name, reason in self.plain.items())

@@ -1,0 +1,102 @@
+"""What ranks send to each other: collectives, their bytes, and their time on stated links."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from composer_dist.distributed.feature_plan import Moment, Rank, StepEvent
+from composer_dist.distributed.mesh.dimensions import FLATTENED
+from composer_dist.distributed.plan.decisions import Decisions
+from composer_dist.distributed.plan.text import table
+from composer_dist.distributed.plan.topology import Topology
+from composer_dist.wording import human_bytes
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind."""
+
+    phase: str
+    """"forward" or "backward"."""
+    collective: str
+    """"all_gather", "reduce_scatter", "all_reduce" or "broadcast"."""
+    dimension: str
+    """Of the mesh."""
+    ranks: int
+    """In the group."""
+    count: int
+    bytes: int
+    """Of all of them: gathered outputs, inputs that are scattered, and tensors that are reduced or sent."""
+    seconds: float
+    """The sum of their times, with nothing else on the links."""
+
+
+class Communication(tuple[Traffic, ...]):
+    """The rows of a step, in the order of their first collectives."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        headings = {
+            "phase": "left",
+            "collective": "left",
+            "dimension": "left",
+            "ranks": "right",
+            "count": "right",
+            "bytes": "right",
+            "ms (modelled)": "right",
+        }
+        rows = [
+            (
+                one.phase,
+                one.collective,
+                one.dimension,
+                str(one.ranks),
+                str(one.count),
+                human_bytes(one.bytes),
+                f"{one.seconds * 1000:.3f}",
+            )
+            for one in self
+        ]
+        return table("", headings, rows) if rows else "Nothing is sent."
+
+
+def estimate_communication(
+    plan: Decisions, rank: Rank, events: Iterable[StepEvent], topology: Topology
+) -> Communication:
+    """See `ParallelPlan.communication`."""
+    followers = [follow for one in plan.features.values() if (follow := one.communication(rank))]
+    found: dict[tuple[str, str, str, int], tuple[int, int, float]] = {}
+    for event in events:
+        for one in (transfer for follow in followers for transfer in follow(event)):
+            stride = _stride(rank, one.dimension)
+            took = topology.seconds(one.collective, one.nbytes, one.ranks, stride)
+            key = event.phase, one.collective, one.dimension, one.ranks
+            count, nbytes, seconds = found.get(key, (0, 0, 0.0))
+            found[key] = count + 1, nbytes + one.nbytes, seconds + took
+    return Communication(Traffic(*key, *sums) for key, sums in found.items())
+
+
+def _stride(rank: Rank, dimension: str) -> int:
+    """Ranks between neighbors along a dimension."""
+    names = list(rank.sizes)
+    last = "cp" if dimension == FLATTENED else dimension
+    return prod(rank.sizes[name] for name in names[names.index(last) + 1 :])
+
+
+REDUCTION: tuple[Moment, ...] = ("before reduction", "after reduction")
+
+
+def untraced(plan: Decisions) -> Iterator[StepEvent]:
+    """A step in which each unit runs once."""
+    names = [unit.name for unit in plan.units]
+    yield StepEvent("begin", "forward", "")
+    yield from (StepEvent("before forward", "forward", name) for name in names)
+    yield from (StepEvent("after forward", "forward", name) for name in (*names[1:], *names[:1]))
+    for name in (*names[:1], *reversed(names[1:])):
+        yield StepEvent("before backward", "backward", name)
+        if name != names[0]:
+            yield StepEvent("before reduction", "backward", name)
+            yield StepEvent("after reduction", "backward", name)
+    yield from (StepEvent(moment, "backward", name) for moment in REDUCTION for name in names[:1])
+    yield StepEvent("after backward", "backward", "")
