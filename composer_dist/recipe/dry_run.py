@@ -2,21 +2,26 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from composer_dist.config.parallelism import ParallelismConfig, resolve_config
+from composer_dist.checkpoint.convert import model_like  # not public: it knows which classes may be built
+from composer_dist.config.parallelism import Config, ParallelismConfig, resolve_config
+from composer_dist.config.yaml import parse_value
 from composer_dist.distributed import (
     ParallelPlan,
+    init_context,
     named_parameters_canonical,
     plan_parallelism,
     process_group,
 )
 from composer_dist.distributed.plan.text import table  # not public: it knows the terminal
 from composer_dist.distributed.weights.initialize import find_components  # nor this: preparation asks it
-from composer_dist.errors import ParallelismError, ParallelismValueError
+from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import Precision, as_precision, require_fp8
 from composer_dist.recipe.build import (
     batches,
@@ -35,9 +40,12 @@ from composer_dist.recipe.build import (
 )
 from composer_dist.recipe.data import datasets, length, loader
 from composer_dist.recipe.models import build_model
+from composer_dist.recipe.named import OPTIMIZERS, find, resolve
 from composer_dist.recipe.output.folder import check_places
-from composer_dist.recipe.read import Configuration
+from composer_dist.recipe.problems import blamed_on
+from composer_dist.recipe.read import Configuration, read_configuration
 from composer_dist.recipe.schema import HubModel, Run
+from composer_dist.structure.families import quiet_imports  # not public: users see its effect only
 from composer_dist.structure.structure import read_structure
 from composer_dist.trainer import (
     Callback,
@@ -119,7 +127,16 @@ def describe(configuration: Configuration, world: int) -> str:
         "writes to": run.out,
     }
     told = {name: str(value) for name, value in rows.items()}
-    return table("Run", {"": "left", " ": "right"}, told.items()) + ("" if plan is None else f"\n{plan}")
+    text = table("Run", {"": "left", " ": "right"}, told.items())
+    return text if plan is None else f"{text}\n{plan}\n{_memory(run, plan)}"
+
+
+def _memory(run: Run, plan: ParallelPlan) -> str:
+    """What a rank needs; without the step if the forward cannot be traced, which the run does not need."""
+    try:
+        return str(plan.memory(_batch(run, plan)))
+    except Exception as error:
+        return f"{plan.memory()}\nThe memory of a step is not known: {error}"
 
 
 def _check_arguments(run: Run, prepares: bool) -> None:
@@ -192,3 +209,86 @@ def _steps(duration: Any, epoch: int | None) -> str:
         return f"{batches(duration, epoch):,}"
     except ParallelismError:
         return f"until {duration}"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and the batch of one rank if the configuration says so."""
+
+    plan: ParallelPlan
+    batch: tuple[int, int] | None = None
+
+
+def planned(model: str, world: int, config: Path | None, precision: str | None, optimizer: str) -> Planned:
+    """The plan of what `model` names: a config.json, a model directory, a run's YAML or `module:function`.
+
+    Args:
+        config: a YAML file with the fields of `ParallelismConfig`; not for a run, which has its own.
+        precision: of the computation.
+        optimizer: the name of a class, as in a run.
+
+    Raises:
+        ParallelismError: the model cannot be built, or not be prepared like this.
+    """
+    file = Path(model)
+    with quiet_imports():
+        if file.suffix in (".yaml", ".yml"):
+            return _of_run(file, world)
+        built = _built(model)
+    chosen: Config = "fsdp" if config is None else _mapping(config)
+    kind = find("--optimizer", OPTIMIZERS, optimizer, Path())
+    trained = [parameter for parameter in built.parameters() if parameter.requires_grad]
+    plan = plan_parallelism(built, chosen, world_size=world, optimizer=kind(trained), precision=precision)
+    return Planned(plan)
+
+
+def _of_run(file: Path, world: int) -> Planned:
+    configuration = read_configuration(file)
+    run = configuration.run
+    with blamed_on(configuration.document):
+        tokenizer = tokenizer_of(run)
+        model = build_model(run, tokenizer, configuration.folder, empty=True)
+        plan = plan_parallelism(
+            model,
+            configuration.parallelism or "fsdp",
+            world_size=world,
+            optimizer=optimizer_of(run, model, configuration),
+            precision=run.trainer.get("precision"),
+            composer=True,
+        )
+    return Planned(plan, _batch(run, plan))
+
+
+def _batch(run: Run, plan: ParallelPlan) -> tuple[int, int] | None:
+    """The samples and tokens that a rank computes with at once; None for data that is no text."""
+    share = -(-run.data.batch_size // (plan.mesh["dp_replicate"] * plan.mesh["dp_shard"]))
+    microbatch = run.trainer.get("device_train_microbatch_size")
+    context = getattr(run.data, "context", None)
+    if not isinstance(context, int):
+        return None
+    return min(share, microbatch) if isinstance(microbatch, int) else share, context
+
+
+def _built(name: str) -> nn.Module:
+    """The model, on the meta device."""
+    file = Path(name)
+    if file.is_dir() or file.suffix == ".json":
+        return model_like(file if file.is_dir() else file.parent)  # type: ignore[no-any-return]
+    if ":" not in name:
+        raise ParallelismValueError(
+            f"{name} is not a model: expected a directory with a config.json, a config.json, a run's YAML, "
+            "or package.module:function for a function that returns one."
+        )
+    with init_context():
+        made = resolve(name, Path())()
+    if not isinstance(made, nn.Module):
+        raise ParallelismTypeError(f"{name} returns {type(made).__name__}, not a model.")
+    return made
+
+
+def _mapping(file: Path) -> Mapping[str, Any]:
+    values = parse_value(file.read_text())
+    if not isinstance(values, Mapping):
+        raise ParallelismTypeError(f"{file} is not a mapping of the fields of ParallelismConfig.")
+    found: Mapping[str, Any] = values.get("parallelism", values)
+    return found

@@ -61,17 +61,21 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         rows = [
-            (kind, human_bytes(getattr(self, kind)), human_bytes(self.at_peak.get(kind, 0)), how)
+            (kind, human_bytes(most), human_bytes(self.at_peak.get(kind, 0)) if self.peak_at else "", how)
             for kind, how in HOW.items()
+            if (most := getattr(self, kind))
         ]
+        if self.peak_at:
+            rows.append(("all", human_bytes(self.peak), human_bytes(self.peak), self.peak_at))
+        else:
+            rows.append(("all", human_bytes(self.peak), "", "without a step"))
         headings = {"memory of one rank": "left", "most": "right", "at the peak": "right", "how": "left"}
-        rows.append(("peak", human_bytes(self.peak), human_bytes(sum(self.at_peak.values())), self.peak_at))
         return table("", headings, rows)
 
 
 HOW = {
     **dict.fromkeys(("parameters", "gradients", "optimizer", "buffers", "padding", "host"), "exact"),
-    **dict.fromkeys(("gathered", "communication"), "modelled"),
+    **dict.fromkeys(("gathered", "communication"), "modeled"),
     **dict.fromkeys(("activations", "logits"), "traced"),
 }
 """How each number is got."""

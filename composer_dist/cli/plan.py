@@ -1,0 +1,87 @@
+"""`composer-dist plan`: what a model needs on many devices, before anything runs."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+EXAMPLES = """
+Examples:
+
+  composer-dist plan path/to/model --world-size 8 --device-memory 80GiB --batch 1x8192
+  composer-dist plan pretrain.yaml --world-size 1024
+  composer-dist plan package.module:function --world-size 64 --config parallelism.yaml --json
+
+Exit status: 0 if it fits or no memory is given, 1 if it does not, 2 if the call is wrong.
+"""
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(help="A model directory, a config.json, a run's YAML, or package.module:function."),
+    ],
+    world_size: Annotated[int, typer.Option("--world-size", min=1, help="How many ranks.")] = 1,
+    device_memory: Annotated[
+        str | None, typer.Option("--device-memory", help="Of one device, such as 80GiB.", show_default=False)
+    ] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            "--batch", help="Of one rank: sequences and tokens, such as 1x8192.", show_default=False
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="A YAML file with the parallelism; fsdp by default.", exists=True),
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="Such as amp_bf16.", show_default=False)
+    ] = None,
+    optimizer: Annotated[str, typer.Option("--optimizer", help="Such as adamw or sgd.")] = "adamw",
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Whose memory.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what a model needs on each of many ranks, without a device: units, memory, and whether it fits."""
+    limit = None if device_memory is None else _bytes(device_memory)
+    shape = None if batch is None else _shape(batch)
+
+    from composer_dist.recipe.dry_run import planned
+    from composer_dist.wording import human_bytes
+
+    found = planned(model, world_size, config, precision, optimizer)
+    estimate = found.plan.memory(shape or found.batch, rank=rank)
+    fits = None if limit is None else estimate.peak <= limit
+    if as_json:
+        memory = {key: value for key, value in dataclasses.asdict(estimate).items() if key != "timeline"}
+        typer.echo(json.dumps({"memory": memory, "fits": fits}, indent=1))
+    else:
+        typer.echo(f"{found.plan}\n{estimate}")
+        if limit is not None:
+            verb = "fits" if fits else "does not fit"
+            typer.echo(f"A rank {verb}: it needs {human_bytes(estimate.peak)} of {human_bytes(limit)}.")
+    if fits is False:
+        raise typer.Exit(1)
+
+
+def _bytes(text: str) -> int:
+    import pydantic
+
+    try:
+        return int(pydantic.TypeAdapter(pydantic.ByteSize).validate_python(text))
+    except pydantic.ValidationError:
+        raise typer.BadParameter(
+            f"{text!r} is not a size; expected a number with a unit, such as 80GiB.",
+            param_hint="--device-memory",
+        ) from None
+
+
+def _shape(text: str) -> Any:
+    numbers = text.lower().split("x")
+    if len(numbers) != 2 or not all(one.isdecimal() and int(one) for one in numbers):
+        raise typer.BadParameter(
+            f"{text!r} is not a batch; expected sequences x tokens, such as 1x8192.", param_hint="--batch"
+        )
+    return tuple(map(int, numbers))

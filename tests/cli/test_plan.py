@@ -1,0 +1,96 @@
+"""`composer-dist plan`."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from composer_dist.cli.commands import app
+from composer_dist.cli.init import PRESETS
+
+pytestmark = pytest.mark.promise(111)
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+
+
+def printed(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)], prog_name="composer-dist")
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    return tmp_path
+
+
+def test_a_model_directory_fits_or_does_not(directory: Path) -> None:
+    options = (directory, "--world-size", 4, "--batch", "2x16")
+    status, shown, _ = printed(*options, "--device-memory", "1GiB")
+    assert (status, "Plan for 4 ranks" in shown, "A rank fits" in shown) == (0, True, True)
+    status, shown, _ = printed(*options, "--device-memory", "100KB")
+    assert (status, "A rank does not fit" in shown) == (1, True)
+
+
+def test_json_has_the_names_of_the_estimate(directory: Path) -> None:
+    status, shown, _ = printed(directory / "config.json", "--world-size", 2, "--batch", "2x16", "--json")
+    found = json.loads(shown)
+    sizes = 2 * 100 * 64 + 64, 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64)
+    assert (status, found["fits"]) == (0, None)
+    assert found["memory"]["parameters"] == sum(sizes) // 2 * 4
+    assert found["memory"]["peak"] == sum(found["memory"]["at_peak"].values())
+    assert found["memory"]["peak_at"].startswith("backward of ")
+
+
+def test_parallelism_of_a_file_and_an_optimizer_by_name(directory: Path) -> None:
+    (directory / "some.yaml").write_text("parallelism: {ddp: {}}")
+    options = (directory, "--world-size", 2, "--config", directory / "some.yaml", "--json")
+    whole = json.loads(printed(*options)[1])["memory"]
+    momentless = json.loads(printed(*options, "--optimizer", "torch.optim.SGD")[1])["memory"]
+    assert whole["optimizer"] > 2 * whole["parameters"]
+    assert momentless["optimizer"] == 0
+    assert momentless["parameters"] == whole["parameters"] == whole["gradients"]
+
+
+def test_a_function_makes_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text("from torch import nn\ndef make(): return nn.Linear(8, 8)\n")
+    monkeypatch.chdir(tmp_path)
+    status, shown, _ = printed("own.py:make", "--world-size", 2, "--json")
+    assert (status, json.loads(shown)["memory"]["parameters"]) == (0, 72 * 2)
+
+
+def test_a_run_has_its_own_batch_and_optimizer() -> None:
+    status, shown, told = printed(PRESETS / "pretrain.yaml", "--world-size", 2, "--json")
+    assert (status, told) == (0, "")
+    memory = json.loads(shown)["memory"]
+    assert memory["optimizer"] > 2 * memory["parameters"]  # AdamW
+    assert memory["activations"] > memory["logits"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--batch", "8"], "expected sequences x tokens"),
+        (["--device-memory", "80Gx"], "expected a number with a unit"),
+        (["--rank", "2", "--world-size", "2"], "ranks 0 to 1"),
+        (["--optimizer", "adm"], "Did you mean 'adam'?"),
+        (["--precision", "bf17"], "bf17"),
+    ],
+)
+def test_a_wrong_call_names_what_is_wrong(directory: Path, arguments: list[str], words: str) -> None:
+    status, _, told = printed(directory, *arguments)
+    assert (status, words in " ".join(told.replace("\u2502", "").split())) == (2, True)
+
+
+def test_what_is_no_model_is_named(tmp_path: Path) -> None:
+    status, _, told = printed(tmp_path / "nothing")
+    assert (status, "nothing is not a model" in told) == (2, True)
