@@ -42,13 +42,13 @@ PUBLIC = {
         "CosineAnnealingWithWarmupScheduler DistributedDataLoader EMA EarlyStopping Evaluator Event "
         "FileLogger FineTuningPhases Generate GradientClipping GradientNorm InMemoryLogger LRMonitor "
         "LinearWithWarmupScheduler Logger LoggerDestination LossScaling MLflowLogger MemoryMonitor "
-        "NaNMonitor NoImprovement OptimizerMonitor PackedDataset PackedStream Phase ProgressBar Resume "
-        "RuntimeEstimator SpeedMonitor State TensorBoardLogger Time TimeUnit Timestamp Trainer WandBLogger "
+        "NaNMonitor NoImprovement OptimizerMonitor PackedDataset PackedStream Phase ProgressBar "
+        "ReplicaCheck Resume RuntimeEstimator SpeedMonitor State TensorBoardLogger Time TimeUnit Timestamp Trainer WandBLogger "
         "default_phases dump_schedule load_schedule"
     ),
     "composer_dist.trainer.callbacks": (
         "Callback CheckpointSaver EMA EarlyStopping Generate GradientNorm LRMonitor MemoryMonitor "
-        "NaNMonitor OptimizerMonitor ProgressBar RuntimeEstimator SpeedMonitor"
+        "NaNMonitor OptimizerMonitor ProgressBar ReplicaCheck RuntimeEstimator SpeedMonitor"
     ),
     "composer_dist.trainer.loggers": (
         "ConsoleLogger FileLogger InMemoryLogger Logger LoggerDestination MLflowLogger TensorBoardLogger "

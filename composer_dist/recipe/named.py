@@ -99,6 +99,7 @@ CALLBACKS = {
     "nan_monitor": "composer_dist.trainer.callbacks.NaNMonitor",
     "optimizer_monitor": "composer_dist.trainer.callbacks.OptimizerMonitor",
     "progress_bar": "composer_dist.trainer.callbacks.ProgressBar",
+    "replica_check": "composer_dist.trainer.callbacks.ReplicaCheck",
     "runtime_estimator": "composer_dist.trainer.callbacks.RuntimeEstimator",
     "speed_monitor": "composer_dist.trainer.callbacks.SpeedMonitor",
 }

@@ -9,6 +9,7 @@ from .callbacks import MemoryMonitor as MemoryMonitor
 from .callbacks import NaNMonitor as NaNMonitor
 from .callbacks import OptimizerMonitor as OptimizerMonitor
 from .callbacks import ProgressBar as ProgressBar
+from .callbacks import ReplicaCheck as ReplicaCheck
 from .callbacks import RuntimeEstimator as RuntimeEstimator
 from .callbacks import SpeedMonitor as SpeedMonitor
 from .clock import Time as Time

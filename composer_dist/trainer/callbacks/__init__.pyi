@@ -9,5 +9,6 @@ from .memory_monitor import MemoryMonitor as MemoryMonitor
 from .nan_monitor import NaNMonitor as NaNMonitor
 from .optimizer_monitor import OptimizerMonitor as OptimizerMonitor
 from .progress_bar import ProgressBar as ProgressBar
+from .replica_check import ReplicaCheck as ReplicaCheck
 from .runtime_estimator import RuntimeEstimator as RuntimeEstimator
 from .speed_monitor import SpeedMonitor as SpeedMonitor
