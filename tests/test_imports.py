@@ -43,8 +43,8 @@ PUBLIC = {
         "FileLogger FineTuningPhases Generate GradientClipping GradientNorm InMemoryLogger LRMonitor "
         "LinearWithWarmupScheduler Logger LoggerDestination LossScaling MLflowLogger MemoryMonitor "
         "NaNMonitor NoImprovement OptimizerMonitor PackedDataset PackedStream Phase ProgressBar "
-        "ReplicaCheck Resume RuntimeEstimator SpeedMonitor State TensorBoardLogger Time TimeUnit Timestamp Trainer WandBLogger "
-        "default_phases dump_schedule load_schedule"
+        "ReplicaCheck Resume RuntimeEstimator SpeedMonitor State TensorBoardLogger Time TimeUnit "
+        "Timestamp Trainer WandBLogger default_phases dump_schedule load_schedule"
     ),
     "composer_dist.trainer.callbacks": (
         "Callback CheckpointSaver EMA EarlyStopping Generate GradientNorm LRMonitor MemoryMonitor "
