@@ -4,12 +4,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.structure.structure import TensorInfo
 
 Moment = Literal[
     "begin",
     "gradient",
+    "compute",
     "allocate",
     "free",
     "before forward",
@@ -21,11 +24,23 @@ Moment = Literal[
 ]
 """What a step consists of; between "before reduction" and "after reduction" a unit's gradients are freed.
 
-"gradient": a parameter's gradient is complete."""
+"gradient": a parameter's gradient is complete. "compute": an operator runs, with `work`."""
 
 
 Kind = Literal["gathered", "communication", "gradients", "activations", "logits"]
 """What memory is used for during a step."""
+
+
+class Work(NamedTuple):
+    """What an operator computes."""
+
+    flops: int
+    """By the formulas of torch.utils.flop_counter."""
+    nbytes: int
+    """Of its tensors."""
+    dtype: torch.dtype
+    recomputed: bool
+    """Whether backward computes it a second time."""
 
 
 class StepEvent(NamedTuple):
@@ -41,6 +56,7 @@ class StepEvent(NamedTuple):
     kind: Kind = "activations"
     name: str = ""
     """Of the parameter."""
+    work: Work | None = None
 
 
 class Change(NamedTuple):
@@ -64,6 +80,8 @@ class Transfer(NamedTuple):
     """In the group."""
     nbytes: int
     """Of an all-gather's output, a reduce-scatter's input, or the tensor that is reduced or sent."""
+    early: bool = False
+    """Whether it is for a later unit."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from composer_dist.distributed.feature_plan import Moment, Rank, StepEvent
+from composer_dist.distributed.feature_plan import Moment, Rank, StepEvent, Transfer
 from composer_dist.distributed.mesh.dimensions import FLATTENED
 from composer_dist.distributed.plan.decisions import Decisions
 from composer_dist.distributed.plan.text import table
@@ -65,16 +65,24 @@ def estimate_communication(
     plan: Decisions, rank: Rank, events: Iterable[StepEvent], topology: Topology
 ) -> Communication:
     """See `ParallelPlan.communication`."""
-    followers = [follow for one in plan.features.values() if (follow := one.communication(rank))]
     found: dict[tuple[str, str, str, int], tuple[int, int, float]] = {}
-    for event in events:
-        for one in (transfer for follow in followers for transfer in follow(event)):
-            stride = _stride(rank, one.dimension)
+    for event, sent in transfers(plan, rank, events):
+        for one, stride in sent:
             took = topology.seconds(one.collective, one.nbytes, one.ranks, stride)
             key = event.phase, one.collective, one.dimension, one.ranks
             count, nbytes, seconds = found.get(key, (0, 0, 0.0))
             found[key] = count + 1, nbytes + one.nbytes, seconds + took
     return Communication(Traffic(*key, *sums) for key, sums in found.items())
+
+
+def transfers(
+    plan: Decisions, rank: Rank, events: Iterable[StepEvent]
+) -> Iterator[tuple[StepEvent, list[tuple[Transfer, int]]]]:
+    """Each event, and what all features send then, with the ranks between neighbors of the group."""
+    followers = [follow for one in plan.features.values() if (follow := one.communication(rank))]
+    for event in events:
+        sent = [one for follow in followers for one in follow(event)]
+        yield event, [(one, _stride(rank, one.dimension)) for one in sent]
 
 
 def _stride(rank: Rank, dimension: str) -> int:

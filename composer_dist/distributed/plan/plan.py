@@ -11,11 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.distributed.plan.communication import Communication, estimate_communication, untraced
+from composer_dist.distributed.plan.compute import ComputeEstimate, estimate_compute
 from composer_dist.distributed.plan.decisions import Decisions, Subject
 from composer_dist.distributed.plan.memory import MemoryEstimate, estimate_memory, rank_of, run_of
 from composer_dist.distributed.plan.text import mesh_in_words, table, unit_rows
 from composer_dist.distributed.plan.topology import Topology, as_topology
 from composer_dist.distributed.plan.trace import trace_step
+from composer_dist.distributed.plan.work import Device, as_device
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.structure.structure import Structure
 from composer_dist.wording import human_bytes, near_miss
@@ -80,6 +82,29 @@ class ParallelPlan(Decisions):
         return estimate_communication(
             self, rank_of(self, subject.structure, rank), events, as_topology(topology)
         )
+
+    def compute(
+        self,
+        batch: Any,
+        *,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        rank: int = 0,
+        topology: Topology | str = "h100",
+        device: Device | str = "h100",
+    ) -> ComputeEstimate:
+        """How much a rank computes in a step, and how long the step takes at least.
+
+        Args:
+            batch, loss, rank, topology: as for `communication`.
+            device: the rates, "h100", "a100" or a `Device`.
+
+        Raises:
+            ParallelismValueError: the plan has no such rank, or the batch does not suit the model.
+        """
+        subject = self._subject()
+        events = trace_step(subject.structure, self, run_of(batch, loss))
+        here = rank_of(self, subject.structure, rank)
+        return estimate_compute(self, here, events, as_topology(topology), as_device(device))
 
     def _subject(self) -> Subject:
         if self.subject is None:

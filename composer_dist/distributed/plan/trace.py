@@ -18,8 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from composer_dist import _torch
 from composer_dist.distributed.activations import recompute as activations
-from composer_dist.distributed.feature_plan import Kind, Moment, StepEvent
+from composer_dist.distributed.feature_plan import Kind, Moment, StepEvent, Work
 from composer_dist.distributed.plan.decisions import Decisions
+from composer_dist.distributed.plan.work import work_of
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.families import values_unknown, vocabulary_of
 from composer_dist.structure.structure import Structure, read_structure
@@ -63,7 +64,7 @@ def trace_step(structure: Structure, plan: Decisions, run: Run) -> list[StepEven
             view = replica is not None and replica.arguments["gradient_as_bucket_view"]
             fakes[name].register_post_accumulate_grad_hook(partial(record.take_gradient, name, view))
     logits = vocabulary_of(structure.modules[""])
-    allocations = _Allocations(record.note, list(fakes.values()), logits)
+    allocations = _Allocations(record.note, list(fakes.values()), logits, record.compute)
     record.note("begin")
     with mode, torch.device("cpu"), values_unknown(), allocations:
         try:
@@ -104,6 +105,11 @@ class _Record:
         """Add an event of the unit that runs."""
         self.events.append(StepEvent(moment, self.phase, self.where, nbytes, kind))
 
+    def compute(self, work: Work) -> None:
+        """Add an operator of the unit that runs; in backward, only what is recomputed has gradients."""
+        work = work._replace(recomputed=self.phase == "backward" and torch.is_grad_enabled())
+        self.events.append(StepEvent("compute", self.phase, self.where, work=work))
+
     def watch(self, unit: str, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
         """Add hooks to a module of a unit."""
         module.register_forward_pre_hook(partial(self._enter, unit, policy), with_kwargs=True, prepend=True)
@@ -111,8 +117,7 @@ class _Record:
 
     def take_gradient(self, name: str, moves: bool, parameter: Tensor) -> None:
         """A parameter's gradient is complete; if it `moves`, it is copied into a bucket."""
-        where = self._inside[-1] if self._inside else ""
-        self.events.append(StepEvent("gradient", self.phase, where, name=name))
+        self.events.append(StepEvent("gradient", self.phase, self.where, name=name))
         if moves:
             parameter.grad = None
 
@@ -183,15 +188,21 @@ class _Allocations(_torch.TorchDispatchMode):
     """Notes the storages that operators make, and when they are gone."""
 
     def __init__(
-        self, note: Callable[..., None], known: Sequence[Tensor] = (), logits: int | None = None
+        self,
+        note: Callable[..., None],
+        known: Sequence[Tensor] = (),
+        logits: int | None = None,
+        compute: Callable[[Work], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._note, self._logits = note, logits
+        self._note, self._logits, self._compute = note, logits, compute
         self._unvalued = _torch.Unvalued()
         self._seen = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = self._unvalued(func, args, kwargs or {})
+        if self._compute is not None and (work := work_of(func, args, kwargs or {}, made)) is not None:
+            self._compute(work)
         for tensor in tensors_in(made):
             storage = tensor.untyped_storage()
             if storage not in self._seen:

@@ -1,6 +1,6 @@
 """What DDP sends during a step: its buckets, and the buffers of the first rank."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -35,45 +35,55 @@ class BucketTraffic:
     ) -> None:
         self._gradients, self._buffers, self._limits = gradients, buffers, limits
         self._reduced, self._searches, self._ranks = reduced, searches, ranks
-        self._arrived: list[str] = []
+        self._buckets = _Buckets(limits)
+        self._arrived = False
 
     def __call__(self, event: StepEvent) -> Iterator[Transfer]:
-        """What is sent at an event; of buckets at the end."""
+        """What is sent at an event: a bucket when it is full, or all at the end of a search."""
         if self._ranks == 1:
             return
         match event.moment:
             case "begin":
-                for size, _ in _buckets(self._buffers, (BUFFERS, BUFFERS)):
-                    yield Transfer("broadcast", "dp_replicate", self._ranks, size)
-            case "gradient":
-                self._arrived.append(event.name)
+                buffers = _Buckets((BUFFERS, BUFFERS))
+                sizes = [*(size for one in self._buffers for size in buffers.add(*one)), *buffers.rest()]
+                yield from (Transfer("broadcast", "dp_replicate", self._ranks, size) for size, _ in sizes)
+            case "gradient" if not self._searches and event.name in self._gradients:
+                self._arrived = True
+                yield from map(self._reduce, self._buckets.add(*self._gradients[event.name]))
             case "after backward":
-                yield from self._reduce()
+                if not self._arrived:  # not traced, or in the order of the parameters
+                    for name in [*self._gradients][:: 1 if self._searches else -1]:
+                        yield from map(self._reduce, self._buckets.add(*self._gradients[name]))
+                yield from map(self._reduce, self._buckets.rest())
+                if self._searches:
+                    nbytes = len(self._gradients) * torch.int32.itemsize
+                    yield Transfer("all_reduce", "dp_replicate", self._ranks, nbytes)
 
-    def _reduce(self) -> Iterator[Transfer]:
-        # In the first step, and whenever DDP searches, buckets have the order of the parameters.
-        names = list(self._gradients)
-        if self._arrived and not self._searches:
-            names = [name for name in self._arrived if name in self._gradients]
-        elif not self._searches:
-            names.reverse()
-        for size, dtype in _buckets((self._gradients[name] for name in names), self._limits):
-            itemsize = (self._reduced or dtype).itemsize
-            yield Transfer("all_reduce", "dp_replicate", self._ranks, size // dtype.itemsize * itemsize)
-        if self._searches:
-            nbytes = len(self._gradients) * torch.int32.itemsize
-            yield Transfer("all_reduce", "dp_replicate", self._ranks, nbytes)
+    def _reduce(self, bucket: tuple[int, torch.dtype]) -> Transfer:
+        size, dtype = bucket
+        nbytes = size // dtype.itemsize * (self._reduced or dtype).itemsize
+        return Transfer("all_reduce", "dp_replicate", self._ranks, nbytes)
 
 
-def _buckets(
-    tensors: Iterable[tuple[int, torch.dtype]], limits: tuple[int, int]
-) -> Iterator[tuple[int, torch.dtype]]:
-    """The bytes of buckets, each of one dtype, as torch's `compute_bucket_assignment_by_size` fills them."""
-    filled: dict[torch.dtype, int] = {}
-    started: set[torch.dtype] = set()
-    for numel, dtype in tensors:
-        filled[dtype] = filled.get(dtype, 0) + numel * dtype.itemsize
-        if filled[dtype] >= limits[dtype in started]:
-            started.add(dtype)
-            yield filled.pop(dtype), dtype
-    yield from ((size, dtype) for dtype, size in filled.items())
+class _Buckets:
+    """Fills buckets, each of one dtype, as torch's `compute_bucket_assignment_by_size` does.
+
+    Args:
+        limits: bytes of the first bucket and of each later one.
+    """
+
+    def __init__(self, limits: tuple[int, int]) -> None:
+        self._limits = limits
+        self._filled: dict[torch.dtype, int] = {}
+        self._started: set[torch.dtype] = set()
+
+    def add(self, numel: int, dtype: torch.dtype) -> Iterator[tuple[int, torch.dtype]]:
+        """Put a tensor into its bucket; yields the bytes and the dtype of the bucket if it is full."""
+        self._filled[dtype] = self._filled.get(dtype, 0) + numel * dtype.itemsize
+        if self._filled[dtype] >= self._limits[dtype in self._started]:
+            self._started.add(dtype)
+            yield self._filled.pop(dtype), dtype
+
+    def rest(self) -> list[tuple[int, torch.dtype]]:
+        """The buckets that are not full."""
+        return [(size, dtype) for dtype, size in self._filled.items()]

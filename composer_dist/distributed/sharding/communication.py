@@ -68,7 +68,8 @@ class UnitTraffic:
                 self._in_backward.add(name)
                 yield from self._gather(name, resharded=True)
                 if name in self._order and (index := self._order.index(name)):
-                    yield from self._gather(self._order[index - 1], resharded=True)
+                    before = self._gather(self._order[index - 1], resharded=True)
+                    yield from (one._replace(early=True) for one in before)
             case "before reduction":
                 self._in_backward.discard(name)
                 self._whole.discard(name)

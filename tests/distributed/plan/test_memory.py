@@ -196,7 +196,7 @@ def test_a_step_of_one_matrix() -> None:
         return (outputs * outputs).sum(), outputs
 
     signs = {"allocate": 1, "free": -1}
-    events = trace_step(plan.subject.structure, plan, run)
+    events = [one for one in trace_step(plan.subject.structure, plan, run) if one.moment != "compute"]
     assert [signs[one.moment] * one.nbytes if one.moment in signs else one.moment for one in events] == [
         "begin",
         *(32, "before forward", 24, "after forward"),  # inputs and outputs
