@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from composer_dist import __version__
-from composer_dist.cli import convert, doctor, failures, init, keys, plan, train
+from composer_dist.cli import convert, doctor, failures, init, keys, plan, train, verify
 
 
 class Commands(TyperGroup):
@@ -61,6 +61,7 @@ def options(
 
 
 app.command(epilog=train.EXAMPLES)(train.train)
+app.command(epilog=verify.EXAMPLES)(verify.verify)
 app.command(epilog=init.EXAMPLES)(init.init)
 app.command(epilog=plan.EXAMPLES)(plan.plan)
 app.command(epilog=keys.EXAMPLES)(keys.keys)

@@ -51,26 +51,26 @@ def train(
     launched: Annotated[int | None, typer.Option("--launched", hidden=True)] = None,
 ) -> None:
     """Train what a configuration describes."""
-    _hush()
+    hush()
     debug = bool(context.find_root().params.get("debug"))
     if launched is None:
-        with _told(debug):
-            _refuse_at_once(config, overrides or [])
+        with told(debug):
+            refuse_at_once(config, overrides or [])
     if dry_run:
-        with _told(debug):
+        with told(debug):
             plan = _plan(config, overrides, processes)
         typer.echo(plan)
     elif processes is not None and processes > 1:
         from composer_dist.cli.launch import launch_local
 
-        _refuse_a_launcher_inside_another()
+        refuse_a_launcher_inside_another()
         with CtrlC(at_once=True):  # until the processes start
             _announce(config, overrides, processes)
             command = ["-m", "composer_dist", *(["--debug"] if debug else []), "train", str(config)]
             command += overrides or []
             raise typer.Exit(launch_local(processes, [*command, "--launched", str(os.getpid())]))
     else:
-        with _told(debug, launched) as ctrl_c:
+        with told(debug, launched) as ctrl_c:
             _run(config, overrides, launched is not None, ctrl_c)
 
 
@@ -90,7 +90,7 @@ def _run(config: Path, overrides: list[str] | None, announced: bool, ctrl_c: Ctr
     run(configuration)
 
 
-def _refuse_at_once(config: Path, overrides: list[str]) -> None:
+def refuse_at_once(config: Path, overrides: list[str]) -> None:
     """Say what is wrong before torch is imported, which takes seconds; then the rest, and end."""
     from composer_dist.recipe.problems import ConfigurationError, faults_at_once
 
@@ -128,12 +128,13 @@ def _plan(config: Path, overrides: list[str] | None, processes: int | None) -> s
 
 
 @contextmanager
-def _told(debug: bool, launcher: int | None = None) -> Iterator[CtrlC]:
+def told(debug: bool, launcher: int | None = None, command: str = "train") -> Iterator[CtrlC]:
     """Errors end the command with their text, and with the traceback where they come from the user's code.
 
     Args:
         debug: print the whole traceback of any error.
         launcher: the id of the process whose `launch_local` started this one; it reports the error instead.
+        command: what is running, for the text.
     """
     from composer_dist.cli.launch import end_with, report_failure
 
@@ -152,7 +153,7 @@ def _told(debug: bool, launcher: int | None = None) -> Iterator[CtrlC]:
     except Exception as error:
         if ctrl_c.received:
             raise typer.Exit(EXIT_STATUS) from None
-        status, text = _outcome(error, debug)
+        status, text = _outcome(error, debug, command)
         if launcher is not None:
             report_failure(text, own=bool(users_frames(error)), status=status)
         elif status == failures.FAILED or os.environ.get("RANK", "0") == "0":  # else all ranks find the same
@@ -169,7 +170,7 @@ def _as_a_line(
     return f"{category.__name__}: {message}\n"
 
 
-def _outcome(error: Exception, debug: bool) -> tuple[int, str]:
+def _outcome(error: Exception, debug: bool, command: str) -> tuple[int, str]:
     """The exit status and the text; our own errors name the rank themselves."""
     from composer_dist.recipe.problems import ConfigurationError
 
@@ -177,19 +178,20 @@ def _outcome(error: Exception, debug: bool) -> tuple[int, str]:
     if wrong and not debug:
         return failures.WRONG_CALL, str(error)
     rank = None if isinstance(error, ParallelismError) else os.environ.get("RANK")
-    command = "composer-dist train" + ("" if rank is None else f", rank {rank}")
+    where = f"composer-dist {command}" + ("" if rank is None else f", rank {rank}")
     status = failures.WRONG_CALL if wrong else failures.FAILED
-    return status, failures.described(error, command, debug)
+    return status, failures.described(error, where, debug)
 
 
-def _refuse_a_launcher_inside_another() -> None:
+def refuse_a_launcher_inside_another() -> None:
+    """Refuse to start processes in one that a launcher has started."""
     from composer_dist.distributed.ranks.launcher_variables import torchrun_variables
 
     if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ or torchrun_variables(os.environ):
         raise typer.BadParameter("this process was already started by a launcher; leave out -n.")
 
 
-def _hush() -> None:
+def hush() -> None:
     """Hides progress bars for reading files and warnings of libraries about other machines."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in ("torchao", "torch.utils._pytree"):

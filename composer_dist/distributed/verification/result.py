@@ -68,8 +68,11 @@ class Verification:
         return not self.differences
 
     def to_dict(self) -> dict[str, Any]:
-        """In plain types, for JSON, with `ok`."""
-        return {"ok": self.ok, **asdict(self)}
+        """In plain types, for JSON, with `ok`; numbers that are not finite become None."""
+        found = {"ok": self.ok, **asdict(self)}
+        for row in (*found["checked"], *found["differences"]):
+            row |= {key: None for key in ("absolute", "relative") if not math.isfinite(row[key])}
+        return found
 
     def __str__(self) -> str:
         wrong = {one.what for one in self.differences}
@@ -197,7 +200,7 @@ def joined(found: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> dict[str
 
 
 def unpacked(facts: Mapping[str, Any]) -> Verification:
-    """The inverse of `to_dict`, without `ok`."""
+    """The result of `joined` as an object."""
     return Verification(
         checked=tuple(Comparison(**one) for one in facts["checked"]),
         differences=tuple(Difference(**one | {"ranks": tuple(one["ranks"])}) for one in facts["differences"]),
