@@ -64,7 +64,7 @@ def _verify(config: Path, overrides: list[str], as_json: bool) -> None:
     configuration = read_configuration(config, overrides)
     from composer_dist.distributed import process_group
     from composer_dist.errors import ParallelismRuntimeError
-    from composer_dist.recipe.verification import verified
+    from composer_dist.recipe.session import verified
 
     found = verified(configuration)
     if process_group.world_and_rank()[1] == 0:
@@ -73,5 +73,5 @@ def _verify(config: Path, overrides: list[str], as_json: bool) -> None:
     process_group.destroy()
     if not found.ok:
         raise ParallelismRuntimeError(
-            f"the prepared model is not the one that {config} describes (differences: {len(found.differences)})"
+            f"the prepared model is not the one that {config} describes, in {len(found.differences)} places"
         )
