@@ -18,9 +18,12 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 # The mode that intercepts operations, with which initializers are traced. Since torch 1.13.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-# Attention on CPUs, for which torch.utils.flop_counter has no formula. Since torch 2.2.
-cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+def attention_on_cpus() -> tuple[Any, Any]:
+    """Forward and backward; torch.utils.flop_counter has no formulas for them. Since torch 2.2."""
+    aten = torch.ops.aten
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    return forward, aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def arguments(operation: Any) -> Sequence[Any]:

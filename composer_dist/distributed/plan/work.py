@@ -12,10 +12,9 @@ from composer_dist.distributed.feature_plan import Work
 from composer_dist.errors import ParallelismValueError
 from composer_dist.tensors.nested import tensors_in
 
-_ATTENTION: Mapping[Any, Any] = {
-    _torch.cpu_attention: sdpa_flop,
-    _torch.cpu_attention_backward: sdpa_backward_flop,
-}
+_ATTENTION: Mapping[Any, Any] = dict(
+    zip(_torch.attention_on_cpus(), (sdpa_flop, sdpa_backward_flop), strict=True)
+)
 """What runs on CPUs, where a step is traced; torch has formulas for the others."""
 
 
