@@ -14,14 +14,14 @@ unexport PYTHONDONTWRITEBYTECODE
 # Nothing here downloads a model or a data set.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test test-all zoo lint format types bench docs floors reference clean distclean
+.PHONY: help demo test test-all zoo lint format types bench accuracy docs floors reference clean distclean
 
 help:
 	@echo "make demo      train, fine-tune with LoRA, export and reload a small model on two processes"
 	@echo "make test      the default tests (test-all: the slow ones too; zoo: every architecture);"
 	@echo "               TORCH=2.15.0 runs them with that version, in .venv-2.15.0"
 	@echo "make lint      ruff, the floors of the house, the reference (format: apply ruff);  make types: mypy"
-	@echo "make bench     the benchmarks;  make docs: the documentation, into site/ (floors, reference: what is generated in it)"
+	@echo "make bench     the benchmarks;  make accuracy: docs/accuracy.md;  make docs: the documentation, into site/ (floors, reference: what is generated in it)"
 	@echo "make clean     remove what these made, all but .venv (distclean: .venv too)"
 
 $(BIN)/pip:
@@ -71,6 +71,10 @@ bench: $(VENV)/.dev
 	@set -e; for file in $(sort $(shell grep -l __main__.: benchmarks/*.py)); do \
 		echo "== $$file"; $(BIN)/python $$file; \
 	done
+
+accuracy: $(VENV)/.dev
+	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/accuracy.py > $(VENV)/accuracy.md
+	mv $(VENV)/accuracy.md docs/accuracy.md
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
