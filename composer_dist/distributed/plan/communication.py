@@ -34,7 +34,8 @@ class Traffic:
 class Communication(tuple[Traffic, ...]):
     """The rows of a step, in the order of their first collectives."""
 
-    __slots__ = ()
+    uncounted: tuple[str, ...] = ()
+    """Features of the plan whose collectives are not among the rows."""
 
     def __str__(self) -> str:
         headings = {
@@ -58,7 +59,8 @@ class Communication(tuple[Traffic, ...]):
             )
             for one in self
         ]
-        return table("", headings, rows) if rows else "Nothing is sent."
+        left = [f"not counted: the collectives of {name}" for name in self.uncounted]
+        return "\n".join([table("", headings, rows) if rows else "Nothing is sent.", *left])
 
 
 def estimate_communication(
@@ -72,7 +74,13 @@ def estimate_communication(
             key = event.phase, one.collective, one.dimension, one.ranks
             count, nbytes, seconds = found.get(key, (0, 0, 0.0))
             found[key] = count + 1, nbytes + one.nbytes, seconds + took
-    return Communication(Traffic(*key, *sums) for key, sums in found.items())
+    rows = Communication(Traffic(*key, *sums) for key, sums in found.items())
+    rows.uncounted = tuple(name for name in UNCOUNTED if name in plan.features)
+    return rows
+
+
+UNCOUNTED = ("tensor_parallel", "context_parallelism")
+"""Features that do not say yet what they send."""
 
 
 def transfers(

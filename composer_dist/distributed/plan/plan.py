@@ -66,7 +66,8 @@ class ParallelPlan(Decisions):
         Bytes are those of an all-gather's output, a reduce-scatter's input, and the tensor of an all-reduce
         or a broadcast. With a batch, units, gradients and calls are followed through a traced step; without
         one, each unit runs once. Not counted: what goes through the store and shared memory (`check_order`,
-        agreements), and what the loss, the optimizer and clipping send.
+        agreements), what the loss, the optimizer and clipping send, the delivery of weights, and the
+        collectives of tensor and context parallelism, which `.uncounted` then names.
 
         Args:
             batch, loss, rank: as for `memory`.
@@ -93,6 +94,9 @@ class ParallelPlan(Decisions):
         device: Device | str = "h100",
     ) -> ComputeEstimate:
         """How much a rank computes in a step, and how long the step takes at least.
+
+        Ranks of tensor and context parallelism are taken to share the work evenly, and the time is without
+        their collectives.
 
         Args:
             batch, loss, rank, topology: as for `communication`.

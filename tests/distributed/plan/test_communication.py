@@ -14,6 +14,7 @@ from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.rule import Rule
+from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import parallelize_model, plan_parallelism
 from composer_dist.distributed.plan.topology import Algorithm, Topology
 from composer_dist.errors import ParallelismValueError
@@ -86,6 +87,31 @@ def test_fsdp2_sends_what_the_plan_says(kind: str) -> None:
     mixed = None if kind in ("whole norm", "blocks only") else "amp_bf16"
     planned, sent = planned_and_sent(Buffered, SHARDED[kind](), mixed)
     assert dict(planned) == dict(sent), f"{planned} {sent}"
+
+
+class Adapted(Buffered):
+    """Two matrices in a block and the norm are trained; the units before them have no backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        for trained in (self.layers[1].attention.q, self.layers[1].attention.v, self.norm):
+            trained.requires_grad_(True)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "hsdp", "recomputed"])
+@on_ranks(4)
+def test_frozen_parameters_are_gathered_and_not_reduced(kind: str) -> None:
+    planned, sent = planned_and_sent(Adapted, SHARDED[kind]())
+    assert dict(planned) == dict(sent), f"{planned} {sent}"
+
+
+def test_a_plan_names_what_it_does_not_count() -> None:
+    options = config(mesh=MeshConfig(dp_shard=1, tp=2), tp=TPConfig(plan={"0": "colwise", "1": "rowwise"}))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    rows = plan_parallelism(model, options, world_size=2).communication()
+    assert rows.uncounted == ("tensor_parallel",)
+    assert "not counted: the collectives of tensor_parallel" in str(rows)
 
 
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.001}, {"find_unused_parameters": True}])
