@@ -41,6 +41,8 @@ def plan(
         str | None, typer.Option("--precision", help="Such as amp_bf16.", show_default=False)
     ] = None,
     optimizer: Annotated[str, typer.Option("--optimizer", help="Such as adamw or sgd.")] = "adamw",
+    topology: Annotated[str, typer.Option("--topology", help="The links: h100 or a100.")] = "h100",
+    device: Annotated[str, typer.Option("--device", help="The rates: h100 or a100.")] = "h100",
     rank: Annotated[int, typer.Option("--rank", min=0, help="Whose memory.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -52,13 +54,19 @@ def plan(
     from composer_dist.wording import human_bytes
 
     found = planned(model, world_size, config, precision, optimizer)
-    estimate = found.plan.memory(shape or found.batch, rank=rank)
+    step: Any = shape or found.batch
+    estimate = found.plan.memory(step, rank=rank)
+    traffic = found.plan.communication(step, rank=rank, topology=topology)
+    work = found.plan.compute(step, rank=rank, topology=topology, device=device) if step else None
     fits = None if limit is None else estimate.peak <= limit
     if as_json:
         memory = {key: value for key, value in dataclasses.asdict(estimate).items() if key != "timeline"}
-        typer.echo(json.dumps({"memory": memory, "fits": fits}, indent=1))
+        rows = [dataclasses.asdict(one) for one in traffic]
+        compute = None if work is None else dataclasses.asdict(work)
+        told = {"memory": memory, "communication": rows, "compute": compute, "fits": fits}
+        typer.echo(json.dumps(told, indent=1))
     else:
-        typer.echo(f"{found.plan}\n{estimate}")
+        typer.echo("\n".join(str(one) for one in (found.plan, estimate, traffic, work) if one))
         if limit is not None:
             verb = "fits" if fits else "does not fit"
             typer.echo(f"A rank {verb}: it needs {human_bytes(estimate.peak)} of {human_bytes(limit)}.")

@@ -49,6 +49,9 @@ def test_json_has_the_names_of_the_estimate(directory: Path) -> None:
     assert found["memory"]["parameters"] == sum(sizes) // 2 * 4
     assert found["memory"]["peak"] == sum(found["memory"]["at_peak"].values())
     assert found["memory"]["peak_at"].startswith("backward of ")
+    gathered = [one for one in found["communication"] if one["collective"] == "all_gather"]
+    assert sum(one["count"] for one in gathered) == 4  # root and two blocks, the first one in backward again
+    assert found["compute"]["forward"] > 0
 
 
 def test_parallelism_of_a_file_and_an_optimizer_by_name(directory: Path) -> None:

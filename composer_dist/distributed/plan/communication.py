@@ -45,7 +45,7 @@ class Communication(tuple[Traffic, ...]):
             "ranks": "right",
             "count": "right",
             "bytes": "right",
-            "ms (modelled)": "right",
+            "ms (modeled)": "right",
         }
         rows = [
             (

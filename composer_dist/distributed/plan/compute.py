@@ -50,10 +50,10 @@ class ComputeEstimate:
         flops = {key: getattr(self, key) for key in ("forward", "backward", "recomputed")}
         rows = [(f"{key}, TFLOPs", f"{number / 1e12:.3f}", "traced") for key, number in flops.items()]
         rows += [
-            ("compute, ms", f"{self.compute_seconds * 1000:.3f}", "modelled"),
-            ("waiting for collectives, ms", f"{self.exposed_seconds * 1000:.3f}", "modelled"),
-            ("step, ms", f"{self.seconds * 1000:.3f}", "modelled"),
-            ("MFU", f"{self.mfu:.1%}", "modelled"),
+            ("compute, ms", f"{self.compute_seconds * 1000:.3f}", "modeled"),
+            ("waiting for collectives, ms", f"{self.exposed_seconds * 1000:.3f}", "modeled"),
+            ("step, ms", f"{self.seconds * 1000:.3f}", "modeled"),
+            ("MFU", f"{self.mfu:.1%}", "modeled"),
         ]
         return table("", {"step of one rank": "left", "": "right", "how": "left"}, rows)
 
