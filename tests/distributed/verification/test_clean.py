@@ -16,13 +16,13 @@ from tests.kit.compare import same, values
 from tests.kit.decoder import Decoder, token_batch
 from tests.kit.meshes import MESHES
 from tests.kit.models import B, batch
-from tests.kit.toy import Toy, built, tokens
+from tests.kit.toy import Toy, built
 from tests.kit.world import on_ranks
 
 pytestmark = pytest.mark.promise(113)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
     "tied": (lambda: B(tied=True), batch),
-    "norms and buffers": (lambda: built(Toy), lambda model: tokens()),
+    "norms and buffers": (lambda: built(Toy), lambda model: torch.arange(16)),
     "dropout": (lambda: Decoder(dropout=0.5), lambda model: token_batch()),
     "llama": (huggingface.tied_llama, lambda model: (4, 8)),
     "lora": (huggingface.lora_llama, lambda model: (4, 8)),
@@ -70,3 +70,17 @@ def test_clean_models_are_ok_and_stay_as_they_are(ranks: int, config: Any, name:
     assert all(module.training for module in model.modules())
     assert all(p.grad is None for _, p in named_parameters_canonical(model))
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("name", ["tied", "llama"])
+@pytest.mark.parametrize("mesh", ["fsdp2", "ddp"])
+@on_ranks(2)
+def test_low_precision_is_within_its_tolerance(mesh: str, name: str) -> None:
+    build, inputs = MODELS[name]
+    torch.manual_seed(0)
+    model = build().train()
+    parallelize_model(model, MESHES[mesh][1], precision="amp_bf16")
+    found = verify_model(model, None, inputs(model))
+    assert found.ok, str(found)
+    assert {one.tolerance for one in found.checked if one.what == "gradient"} == {0.1}
+    assert 0.001 < next(one.relative for one in found.checked if one.what == "gradient") < 0.1
