@@ -135,13 +135,18 @@ def compare_traces(found: Observed, expected: Observed, mesh: Mesh | None, findi
     Outputs of other shapes are parts where tensor parallelism cuts activations; context parallelism cuts all.
     """
     lowest = max(found.dtype, expected.dtype, key=lambda one: torch.finfo(one).eps)
-    tolerance = TOLERANCE.get(lowest, _LOWEST)
+    tolerance = tolerance_of(lowest)
     if mesh is None or mesh.cp is None:
         _compare_outputs(found, expected, tolerance, mesh is not None and mesh.tp is not None, findings)
     else:
         findings.notes.append("outputs, of which each rank of a sequence has its part")
     findings.compare("loss", "", averaged(found.loss, mesh), averaged(expected.loss, mesh), tolerance)
     return tolerance
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """The largest relative difference that counts as rounding; see `TOLERANCE`."""
+    return TOLERANCE.get(dtype, _LOWEST)
 
 
 def _compare_outputs(

@@ -25,6 +25,7 @@ from composer_dist.distributed.verification.compare import (
 from composer_dist.distributed.verification.plain import plain_copy
 from composer_dist.distributed.verification.result import Findings, Verification, joined, unpacked
 from composer_dist.distributed.verification.trial import check_groups, check_step
+from composer_dist.distributed.verification.units import compare_units, fits
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.families import class_name, transformers_models
 from composer_dist.structure.structure import Structure, read_structure
@@ -59,7 +60,8 @@ def verify_model(
 
     Afterwards the model, its gradients, buffers, `training` flags and hooks, the optimizers and all random
     states are as before. Call it between steps. Each rank needs memory for the unsharded model with its
-    gradients.
+    gradients. Where a rank has less, and no reference is given, units are copied one after the other, and
+    only the outputs that each has for its inputs are compared, in evaluation mode.
 
     Args:
         model: prepared by `parallelize_model`.
@@ -103,7 +105,10 @@ def verify_model(
         found.notes.append(f"outputs and gradients, because {why}")
     else:
         mine = _share(model, batch, mesh, agreement)
-        _run_both(model, reference or plain_copy(model), mine, loss, mesh, found)
+        if reference is None and not agreement.reach("the memory", fits(structure, agreement.ranks), all):
+            compare_units(model, mine, found)
+        else:
+            _run_both(model, reference or plain_copy(model), mine, loss, mesh, found)
     ranks = agreement.ranks
     return unpacked(agreement.reach("the verification", found.packed(), lambda each: joined(each, ranks)))
 
