@@ -14,11 +14,12 @@ unexport PYTHONDONTWRITEBYTECODE
 # Nothing here downloads a model or a data set.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test test-all zoo lint format types bench accuracy docs floors reference clean distclean
+.PHONY: help demo test test-all browser zoo lint format types bench accuracy docs floors reference clean distclean
 
 help:
 	@echo "make demo      train, fine-tune with LoRA, export and reload a small model on two processes"
-	@echo "make test      the default tests (test-all: the slow ones too; zoo: every architecture);"
+	@echo "make test      the default tests (test-all: the slow ones too; zoo: every architecture;"
+	@echo "               browser: the report in Chromium, where chromium-driver is installed);"
 	@echo "               TORCH=2.15.0 runs them with that version, in .venv-2.15.0"
 	@echo "make lint      ruff, the floors of the house, the reference (format: apply ruff);  make types: mypy"
 	@echo "make bench     the benchmarks;  make accuracy: docs/accuracy.md;  make docs: the documentation, into site/ (floors, reference: what is generated in it)"
@@ -50,6 +51,9 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(BIN)/pytest -n 2 --dist worksteal -m ''
+
+browser: $(VENV)/.dev
+	$(BIN)/pytest -m browser
 
 zoo: $(VENV)/.dev
 	$(BIN)/pytest -m '' tests/zoo

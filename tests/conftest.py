@@ -1,6 +1,8 @@
 """Fixtures and markers that the whole suite shares."""
 
+import importlib.util
 import os
+import shutil
 
 # Before torch is imported, here and in the workers, which inherit the environment.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -61,13 +63,17 @@ def promises(item: pytest.Item) -> set[int]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps the tests of one promise where asked; skips what needs a GPU where there is none."""
+    """Keeps the tests of one promise where asked; skips what needs a GPU or a browser where there is none."""
     if number := config.getoption("--promise"):
         others = [item for item in items if number not in promises(item)]
         items[:] = [item for item in items if number in promises(item)]
         config.hook.pytest_deselected(items=others)
-    if torch.cuda.is_available():
-        return
+    missing = {}
+    if not torch.cuda.is_available():
+        missing["gpu"] = "needs a CUDA device"
+    if not (shutil.which("chromedriver") and importlib.util.find_spec("selenium")):
+        missing["browser"] = "needs selenium, chromedriver and a browser: apt-get install chromium-driver"
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for mark in missing:
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=missing[mark]))

@@ -11,7 +11,7 @@ EXAMPLES = """
 Examples:
 
   composer-dist plan path/to/model --world-size 8 --device-memory 80GiB --batch 1x8192
-  composer-dist plan pretrain.yaml --world-size 1024
+  composer-dist plan pretrain.yaml --world-size 1024 --html report.html
   composer-dist plan package.module:function --world-size 64 --config parallelism.yaml --json
 
 Exit status: 0 if it fits or no memory is given, 1 if it does not, 2 if the call is wrong.
@@ -44,6 +44,10 @@ def plan(
     topology: Annotated[str, typer.Option("--topology", help="The links: h100 or a100.")] = "h100",
     device: Annotated[str, typer.Option("--device", help="The rates: h100 or a100.")] = "h100",
     rank: Annotated[int, typer.Option("--rank", min=0, help="Whose memory.")] = 0,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", help="Write a report for the browser.", dir_okay=False, show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a model needs on each of many ranks, without a device: units, memory, and whether it fits."""
@@ -58,6 +62,8 @@ def plan(
     estimate = found.plan.memory(step, rank=rank)
     traffic = found.plan.communication(step, rank=rank, topology=topology)
     work = found.plan.compute(step, rank=rank, topology=topology, device=device) if step else None
+    if html is not None:
+        found.plan.to_html(html, step, rank=rank, device_memory=limit, topology=topology)
     fits = None if limit is None else estimate.peak <= limit
     if as_json:
         memory = {key: value for key, value in dataclasses.asdict(estimate).items() if key != "timeline"}

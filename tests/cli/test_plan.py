@@ -64,6 +64,14 @@ def test_parallelism_of_a_file_and_an_optimizer_by_name(directory: Path) -> None
     assert momentless["parameters"] == whole["parameters"] == whole["gradients"]
 
 
+@pytest.mark.promise(115)
+def test_a_report_for_the_browser(directory: Path) -> None:
+    status, _, _ = printed(
+        directory, "--batch", "2x16", "--html", directory / "report.html", "--device-memory", 7
+    )
+    assert (status, '"device_memory":7,' in (directory / "report.html").read_text()) == (1, True)
+
+
 def test_a_function_makes_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.py").write_text("from torch import nn\ndef make(): return nn.Linear(8, 8)\n")
     monkeypatch.chdir(tmp_path)

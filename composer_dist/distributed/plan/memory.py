@@ -183,8 +183,14 @@ def _followed(
     left = [name for name, one in rank.layouts.items() if not one.rows and rank.tensors[name].requires_grad]
     plain = 0 if viewed else sum(_local_bytes(rank, name) for name in left)
     best, at, where, total = Counter[str](), "", None, now.total()
-    peak, timeline = total, []
+    peak = high = total
+    timeline: list[tuple[str, str, Mapping[str, int]]] = []
+    entered = 0
     for event in events:
+        if where != (event.phase, event.unit):
+            where, high = (event.phase, event.unit), total
+            timeline.append((*where, dict(now)))
+            entered = len(timeline)
         changes: list[tuple[str, int]] = [change for follow in followers for change in follow(event)]
         if event.moment == "after backward":
             changes += [("activations", -plain), ("gradients", plain)]
@@ -194,11 +200,11 @@ def _followed(
             now[kind] += nbytes
             total += nbytes
             most[kind] = max(most[kind], now[kind])
+            if total > high:
+                high = total
+                timeline[entered:] = [(event.phase, event.unit, dict(now))]
             if total > peak:
                 peak, best, at = total, now.copy(), f"{event.phase} of {event.unit or 'the root'}"
-        if where != (event.phase, event.unit):
-            where = event.phase, event.unit
-            timeline.append((*where, dict(now)))
     return replace(
         known,
         **{kind: most[kind] for kind, how in HOW.items() if how != "exact"},

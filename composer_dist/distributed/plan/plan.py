@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from composer_dist.config.mesh import MeshConfig
 from composer_dist.distributed.plan.communication import Communication, estimate_communication, untraced
 from composer_dist.distributed.plan.compute import ComputeEstimate, estimate_compute
 from composer_dist.distributed.plan.decisions import Decisions, Subject
+from composer_dist.distributed.plan.html import html_report
 from composer_dist.distributed.plan.memory import MemoryEstimate, estimate_memory, rank_of, run_of
 from composer_dist.distributed.plan.text import mesh_in_words, table, unit_rows
 from composer_dist.distributed.plan.topology import Topology, as_topology
@@ -109,6 +111,38 @@ class ParallelPlan(Decisions):
         events = trace_step(subject.structure, self, run_of(batch, loss))
         here = rank_of(self, subject.structure, rank)
         return estimate_compute(self, here, events, as_topology(topology), as_device(device))
+
+    def to_html(
+        self,
+        path: str | Path,
+        batch: Any = None,
+        *,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        rank: int = 0,
+        device_memory: int | None = None,
+        topology: Topology | str = "h100",
+    ) -> None:
+        """Write the plan as one HTML file: modules, memory over a step and traffic, for any browser, offline.
+
+        Args:
+            path: of the file; an existing one is replaced.
+            batch, loss, rank: as for `memory`.
+            device_memory: bytes of a device, drawn as the limit.
+            topology: as for `communication`.
+
+        Raises:
+            ParallelismValueError: the plan has no such rank, or the batch does not suit the model.
+        """
+        text = html_report(
+            self,
+            self._subject().structure,
+            self.explain,
+            self.memory(batch, loss=loss, rank=rank),
+            self.communication(batch, loss=loss, rank=rank, topology=topology),
+            rank=rank,
+            device_memory=device_memory,
+        )
+        Path(path).write_text(text, encoding="utf-8")
 
     def _subject(self) -> Subject:
         if self.subject is None:
