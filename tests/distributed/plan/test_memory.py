@@ -128,7 +128,8 @@ def test_the_peak_of_a_step_is_that_of_a_real_one(precision: str | None, recompu
             peaks.append(_peak(seen))
         always = estimate.parameters + estimate.padding + estimate.optimizer + estimate.buffers
         always += estimate.gradients if config.ddp else 0  # DDP's buckets
-        assert min(peaks) + always == pytest.approx(estimate.peak, rel=0.02)
+        late = estimate.communication  # of gloo's thread, where the machine is busy
+        assert 0.98 * estimate.peak <= min(peaks) + always <= 1.02 * estimate.peak + late
         assert sum(estimate.at_peak.values()) == estimate.peak
 
 
