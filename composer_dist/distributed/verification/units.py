@@ -23,8 +23,9 @@ def fits(structure: Structure, ranks: Sequence[int]) -> bool:
     parameters = [held.info for held in structure.parameters.values()]
     wanted = sum(one.nbytes * (2 if one.requires_grad else 1) for one in parameters)
     device = next((held.get().device for held in structure.tensors.values()), torch.device("cpu"))
-    if device.type == "cuda":
-        return wanted < torch.cuda.mem_get_info(device)[0]
+    if device.type not in ("cpu", "meta"):
+        free: int = torch.get_device_module(device).mem_get_info(device)[0]
+        return wanted < free
     with suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
