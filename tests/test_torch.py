@@ -459,3 +459,15 @@ def test_writes_through_data_of_watched_tensors_are_counted_and_nothing_else_dif
     assert type(torch.Tensor.data).__name__ == "getset_descriptor"
     compiled = torch.compile(_compiled, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(module, torch.ones(4)), data[0].sum())
+
+
+def test_a_tensor_at_the_address_of_a_watched_one_that_is_gone_reads_its_data() -> None:
+    watched = [torch.ones(1) for _ in range(100)]
+    addresses = {tensor.untyped_storage()._cdata for tensor in watched}
+    _torch.watch_data(watched)
+    for tensor in watched:
+        tensor.data.mul_(2)
+    del watched, tensor
+    later = [torch.ones(1, device="meta") for _ in range(100)]
+    assert addresses & {tensor.untyped_storage()._cdata for tensor in later}
+    assert {tensor.data.device.type for tensor in later} == {"meta"}

@@ -22,8 +22,9 @@ _SLOT: Any = vars(torch._C.TensorBase)["data"]
 _read = _SLOT.__get__
 _watched: set[int] = set()
 """The storages of watched tensors. Those that are gone by now cost a few bytes each."""
-_counters: dict[tuple[int, type], Any] = {}
-"""For each storage and type whose `.data` was read, a tensor without memory that has the number."""
+_counters: dict[tuple[int, type, torch.device], Any] = {}
+"""For each storage and type whose `.data` was read, a tensor without memory that has the number.
+The device is in the key because a storage that is gone may leave its address to one of another device."""
 _given: dict[int, tuple[int, int]] = {}
 """For each storage that was given out: how often its values were found changed, and their sum then."""
 _freed: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
@@ -66,7 +67,7 @@ def data_writes(tensor: Tensor) -> int:
     """A number of a tensor that is watched, which grows with writes that autograd does not count."""
     if not wrote_data() or (key := _key(tensor)) is None:
         return 0
-    found = (_counters.get((key, kind)) for kind in (Tensor, DTensor))
+    found = (_counters.get((key, kind, tensor.device)) for kind in (Tensor, DTensor))
     counted: int = sum(counter._version for counter in found if counter is not None)
     if key not in _given:
         return counted
@@ -154,12 +155,13 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _counted(data: Any, key: int | None) -> Tensor:
-    counter: Any = _counters.get((key, type(data)))  # type: ignore[arg-type]
+    place: Any = key, type(data), data.device
+    counter: Any = _counters.get(place)
     if counter is None:
         counter = torch.empty(0, device=data.device) if type(data) is Tensor else data.detach()
         if type(data) is DTensor:
             counter._local_tensor = torch.empty(0, device=data.device)
-        _counters[key, type(data)] = counter  # type: ignore[index]
+        _counters[place] = counter
     counted: Any = counter.detach()
     _SLOT.__set__(counted, data)
     if type(data) is DTensor:
