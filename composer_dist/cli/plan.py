@@ -68,8 +68,11 @@ def plan(
     if as_json:
         memory = {key: value for key, value in dataclasses.asdict(estimate).items() if key != "timeline"}
         rows = [dataclasses.asdict(one) for one in traffic]
-        compute = None if work is None else dataclasses.asdict(work)
-        told = {"memory": memory, "communication": rows, "compute": compute, "fits": fits}
+        compute = (
+            None if work is None else {**dataclasses.asdict(work), "seconds": work.seconds, "mfu": work.mfu}
+        )
+        how = {"memory": estimate.how, "communication": traffic.how, "compute": work.how if work else None}
+        told = {"memory": memory, "communication": rows, "compute": compute, "fits": fits, "how": how}
         typer.echo(json.dumps(told, indent=1))
     else:
         typer.echo("\n".join(str(one) for one in (found.plan, estimate, traffic, work) if one))

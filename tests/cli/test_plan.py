@@ -52,6 +52,9 @@ def test_json_has_the_names_of_the_estimate(directory: Path) -> None:
     gathered = [one for one in found["communication"] if one["collective"] == "all_gather"]
     assert sum(one["count"] for one in gathered) == 4  # root and two blocks, the first one in backward again
     assert found["compute"]["forward"] > 0
+    assert found["how"]["memory"]["parameters"] == "exact"
+    assert found["how"]["communication"] == {"count": "exact", "bytes": "exact", "seconds": "modeled"}
+    assert (found["how"]["compute"]["forward"], found["how"]["compute"]["seconds"]) == ("traced", "modeled")
 
 
 def test_parallelism_of_a_file_and_an_optimizer_by_name(directory: Path) -> None:
@@ -62,6 +65,7 @@ def test_parallelism_of_a_file_and_an_optimizer_by_name(directory: Path) -> None
     assert whole["optimizer"] > 2 * whole["parameters"]
     assert momentless["optimizer"] == 0
     assert momentless["parameters"] == whole["parameters"] == whole["gradients"]
+    assert json.loads(printed(*options)[1])["how"]["communication"]["count"] == "untraced"
 
 
 @pytest.mark.promise(115)

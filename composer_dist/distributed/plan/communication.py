@@ -1,8 +1,9 @@
 """What ranks send to each other: collectives, their bytes, and their time on stated links."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 
 from composer_dist.distributed.feature_plan import Moment, Rank, StepEvent, Transfer
 from composer_dist.distributed.mesh.dimensions import FLATTENED
@@ -36,16 +37,15 @@ class Communication(tuple[Traffic, ...]):
 
     uncounted: tuple[str, ...] = ()
     """Features of the plan whose collectives are not among the rows."""
+    how: Mapping[str, str] = MappingProxyType({})
+    """How `count`, `bytes` and `seconds` were got: "exact", of a traced step; "untraced", of a step in which
+    each unit runs once; or "modeled"."""
 
     def __str__(self) -> str:
         headings = {
-            "phase": "left",
-            "collective": "left",
-            "dimension": "left",
+            **dict.fromkeys(("phase", "collective", "dimension"), "left"),
             "ranks": "right",
-            "count": "right",
-            "bytes": "right",
-            "ms (modeled)": "right",
+            **dict.fromkeys((f"{key} ({how})" for key, how in self.how.items()), "right"),
         }
         rows = [
             (
@@ -55,7 +55,7 @@ class Communication(tuple[Traffic, ...]):
                 str(one.ranks),
                 str(one.count),
                 human_bytes(one.bytes),
-                f"{one.seconds * 1000:.3f}",
+                f"{one.seconds * 1000:.3f} ms",
             )
             for one in self
         ]
@@ -64,17 +64,19 @@ class Communication(tuple[Traffic, ...]):
 
 
 def estimate_communication(
-    plan: Decisions, rank: Rank, events: Iterable[StepEvent], topology: Topology
+    plan: Decisions, rank: Rank, events: Iterable[StepEvent] | None, topology: Topology
 ) -> Communication:
-    """See `ParallelPlan.communication`."""
+    """See `ParallelPlan.communication`; without events, of a step in which each unit runs once."""
     found: dict[tuple[str, str, str, int], tuple[int, int, float]] = {}
-    for event, sent in transfers(plan, rank, events):
+    for event, sent in transfers(plan, rank, _untraced(plan) if events is None else events):
         for one, stride in sent:
             took = topology.seconds(one.collective, one.nbytes, one.ranks, stride)
             key = event.phase, one.collective, one.dimension, one.ranks
             count, nbytes, seconds = found.get(key, (0, 0, 0.0))
             found[key] = count + 1, nbytes + one.nbytes, seconds + took
     rows = Communication(Traffic(*key, *sums) for key, sums in found.items())
+    counted = "untraced" if events is None else "exact"
+    rows.how = {"count": counted, "bytes": counted, "seconds": "modeled"}
     rows.uncounted = tuple(name for name in UNCOUNTED if name in plan.features)
     return rows
 
@@ -103,7 +105,7 @@ def _stride(rank: Rank, dimension: str) -> int:
 REDUCTION: tuple[Moment, ...] = ("before reduction", "after reduction")
 
 
-def untraced(plan: Decisions) -> Iterator[StepEvent]:
+def _untraced(plan: Decisions) -> Iterator[StepEvent]:
     """A step in which each unit runs once."""
     names = [unit.name for unit in plan.units]
     yield StepEvent("begin", "forward", "")

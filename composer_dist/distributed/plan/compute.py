@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import ClassVar
 
 from composer_dist.distributed.feature_plan import Rank, StepEvent, Transfer, Work
 from composer_dist.distributed.plan.communication import transfers
@@ -11,6 +12,12 @@ from composer_dist.distributed.plan.decisions import Decisions
 from composer_dist.distributed.plan.text import table
 from composer_dist.distributed.plan.topology import Topology
 from composer_dist.distributed.plan.work import Device
+
+HOW = {
+    **dict.fromkeys(("forward", "backward", "recomputed", "units"), "traced"),
+    **dict.fromkeys(("compute_seconds", "exposed_seconds", "seconds", "mfu"), "modeled"),
+}
+"""How each number is got."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,18 +28,20 @@ class ComputeEstimate:
     mask. Tensor- and context-parallel ranks are taken to share all of it evenly.
     """
 
+    how: ClassVar[Mapping[str, str]] = HOW
+    """How each number was got: it is "traced" or "modeled"."""
     forward: int
-    """FLOPs, traced."""
+    """FLOPs."""
     backward: int
-    """FLOPs without recomputation, traced."""
+    """FLOPs without recomputation."""
     recomputed: int
-    """FLOPs, traced."""
+    """FLOPs."""
     units: Mapping[str, int] = field(repr=False)
     """All FLOPs of each unit, "" being the root."""
     compute_seconds: float
-    """Modelled: each operator takes its FLOPs or its bytes of memory by the device's rate."""
+    """Each operator takes its FLOPs or its bytes of memory by the device's rate."""
     exposed_seconds: float
-    """Modelled: what the device waits for collectives."""
+    """What the device waits for collectives."""
     peak: float
     """FLOP/s of the device, in the dtype in which most is computed."""
 
@@ -48,12 +57,12 @@ class ComputeEstimate:
 
     def __str__(self) -> str:
         flops = {key: getattr(self, key) for key in ("forward", "backward", "recomputed")}
-        rows = [(f"{key}, TFLOPs", f"{number / 1e12:.3f}", "traced") for key, number in flops.items()]
+        rows = [(f"{key}, TFLOPs", f"{number / 1e12:.3f}", HOW[key]) for key, number in flops.items()]
         rows += [
-            ("compute, ms", f"{self.compute_seconds * 1000:.3f}", "modeled"),
-            ("waiting for collectives, ms", f"{self.exposed_seconds * 1000:.3f}", "modeled"),
-            ("step, ms", f"{self.seconds * 1000:.3f}", "modeled"),
-            ("MFU", f"{self.mfu:.1%}", "modeled"),
+            ("compute, ms", f"{self.compute_seconds * 1000:.3f}", HOW["compute_seconds"]),
+            ("waiting for collectives, ms", f"{self.exposed_seconds * 1000:.3f}", HOW["exposed_seconds"]),
+            ("step, ms", f"{self.seconds * 1000:.3f}", HOW["seconds"]),
+            ("MFU", f"{self.mfu:.1%}", HOW["mfu"]),
         ]
         return table("", {"step of one rank": "left", "": "right", "how": "left"}, rows)
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -12,7 +12,7 @@ from composer_dist.config.parallelism import Sync
 from composer_dist.distributed.activations.plan import ActivationPlan, Checkpointed
 from composer_dist.distributed.compiling.plan import Compiled, CompilePlan
 from composer_dist.distributed.context_parallelism.plan import ContextPlan
-from composer_dist.distributed.feature_plan import FeaturePlan
+from composer_dist.distributed.feature_plan import FeaturePlan, StepEvent
 from composer_dist.distributed.replication.plan import ReplicaPlan
 from composer_dist.distributed.sharding.plan import ShardingPlan, Unit
 from composer_dist.distributed.tensor_parallel.plan import TensorParallelPlan
@@ -47,6 +47,8 @@ class Subject:
 
     structure: Structure
     optimizers: tuple[Optimizer, ...]
+    traces: dict[str, tuple[Any, list[StepEvent]]] = field(default_factory=dict, repr=False, compare=False)
+    """The loss and the events of steps that were traced; see `traced` in trace.py."""
 
 
 @dataclass(frozen=True, kw_only=True)

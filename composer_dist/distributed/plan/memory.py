@@ -1,26 +1,32 @@
 """How much memory a rank needs: the parts that it holds exactly, the rest from a traced step."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import chain
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from composer_dist import _torch
-from composer_dist.composer_model import ComposerModel
 from composer_dist.distributed.feature_plan import Rank, StepEvent
 from composer_dist.distributed.mesh.layout import Coordinate, Layout, padded_numel
 from composer_dist.distributed.plan.decisions import Decisions, Subject
 from composer_dist.distributed.plan.text import table
-from composer_dist.distributed.plan.trace import Run, storages_made, trace_step
+from composer_dist.distributed.plan.trace import storages_made
 from composer_dist.errors import ParallelismValueError
-from composer_dist.structure.families import is_a
 from composer_dist.structure.structure import Structure
-from composer_dist.tensors.nested import map_tensors, tensors_in
+from composer_dist.tensors.nested import tensors_in
 from composer_dist.wording import human_bytes
+
+HOW = {
+    **dict.fromkeys(("parameters", "gradients", "optimizer", "buffers", "padding", "host"), "exact"),
+    **dict.fromkeys(("gathered", "communication"), "modeled"),
+    **dict.fromkeys(("activations", "logits"), "traced"),
+}
+"""How each number is got."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +37,8 @@ class MemoryEstimate:
     together they need not be in use at once. `peak` is the most that everything takes at a time.
     """
 
+    how: ClassVar[Mapping[str, str]] = {**HOW, "peak": "modeled"}
+    """How each number was got: it is "exact", "traced" or "modeled"."""
     parameters: int
     """This rank's parts of the parameters."""
     gradients: int
@@ -73,20 +81,18 @@ class MemoryEstimate:
         return table("", headings, rows)
 
 
-HOW = {
-    **dict.fromkeys(("parameters", "gradients", "optimizer", "buffers", "padding", "host"), "exact"),
-    **dict.fromkeys(("gathered", "communication"), "modeled"),
-    **dict.fromkeys(("activations", "logits"), "traced"),
-}
-"""How each number is got."""
-
-
 def estimate_memory(
-    plan: Decisions, subject: Subject, batch: Any, loss: Callable[[Any, Any], Tensor] | None, rank: int
+    plan: Decisions, subject: Subject, rank: int, events: Iterable[StepEvent] | None
 ) -> MemoryEstimate:
-    """See `ParallelPlan.memory`."""
+    """See `ParallelPlan.memory`; without events, without a step."""
+    here = rank_of(plan, subject.structure, rank)
+    known, extra = held_memory(plan, subject, here)
+    return known if events is None else followed_memory(plan, here, known, extra, events)
+
+
+def held_memory(plan: Decisions, subject: Subject, here: Rank) -> tuple[MemoryEstimate, int]:
+    """What a rank holds between steps and its gradients; and what the optimizer's step takes beside it."""
     structure = subject.structure
-    here = rank_of(plan, structure, rank)
     offloaded = {name for unit in plan.units if unit.offload for name in unit.parameters}
     held: Counter[str] = Counter()
     for name, layout in here.layouts.items():
@@ -103,10 +109,7 @@ def estimate_memory(
     state, extra = sum(one for one, _ in stepped), max((most for _, most in stepped), default=0)
     held["host" if offloaded else "optimizer"] += state
     estimate = MemoryEstimate(**{kind: held[kind] for kind, how in HOW.items() if how == "exact"})  # type: ignore[arg-type]
-    if batch is None:
-        return replace(estimate, peak=held.total() - held["host"])
-    events = trace_step(structure, plan, run_of(batch, loss))
-    return _followed(plan, here, estimate, [*events, *_optimizer_step(extra)])
+    return replace(estimate, peak=held.total() - held["host"]), extra
 
 
 def rank_of(plan: Decisions, structure: Structure, number: int) -> Rank:
@@ -170,10 +173,10 @@ def _optimizer_step(nbytes: int) -> Iterator[StepEvent]:
     yield StepEvent("free", "step", "", nbytes)
 
 
-def _followed(
-    plan: Decisions, rank: Rank, known: MemoryEstimate, events: Iterable[StepEvent]
+def followed_memory(
+    plan: Decisions, rank: Rank, known: MemoryEstimate, extra: int, events: Iterable[StepEvent]
 ) -> MemoryEstimate:
-    """The estimate from what the features say of each event."""
+    """The estimate from what the features say of each event, and the `extra` of the optimizer's step."""
     followers = [found for one in plan.features.values() if (found := one.memory(rank))]
     now: Counter[str] = Counter(
         {kind: getattr(known, kind) for kind in ("parameters", "optimizer", "buffers", "padding")}
@@ -186,7 +189,7 @@ def _followed(
     peak = high = total
     timeline: list[tuple[str, str, Mapping[str, int]]] = []
     entered = 0
-    for event in events:
+    for event in chain(events, _optimizer_step(extra)):
         if where != (event.phase, event.unit):
             where, high = (event.phase, event.unit), total
             timeline.append((*where, dict(now)))
@@ -213,48 +216,3 @@ def _followed(
         at_peak=dict(best),
         timeline=tuple(timeline),
     )
-
-
-def run_of(batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> Run:
-    """How the traced model is called."""
-    shape = batch if isinstance(batch, tuple) and all(isinstance(one, int) for one in batch) else None
-
-    def run(copied: nn.Module) -> tuple[Tensor, Any]:
-        data = (
-            _example(copied, shape)
-            if shape
-            else map_tensors(lambda _, one: torch.empty_like(one, device="cpu"), batch)
-        )
-        if isinstance(copied, ComposerModel):
-            outputs = copied(data)
-            return _total(copied.loss(outputs, data)), outputs
-        args, kwargs = (
-            ((), data) if isinstance(data, Mapping) else (data if isinstance(data, tuple) else (data,), {})
-        )
-        outputs = copied(*args, **kwargs)
-        return _total(loss(outputs, data) if loss else _loss_of(outputs)), outputs
-
-    return run
-
-
-def _example(model: nn.Module, shape: tuple[int, ...]) -> Any:
-    """Token ids and labels of a shape, for models of transformers."""
-    found = [one for one in model.modules() if is_a(one, "PreTrainedModel")]
-    if not found or len(shape) != 2:
-        raise ParallelismValueError(
-            f"batch={shape} is a number of sequences and of tokens for a model of transformers. Give "
-            f"{type(model).__name__} example inputs: a tensor, a tuple, or a mapping of them, on any device."
-        )
-    ids = torch.zeros(shape, dtype=torch.long)
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def _loss_of(outputs: Any) -> Any:
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if loss is not None:
-        return loss
-    return [one.float().mean() for one in tensors_in(outputs) if one.is_floating_point()]
-
-
-def _total(loss: Any) -> Tensor:
-    return sum(one.sum() for one in tensors_in(loss))  # type: ignore[return-value]

@@ -2,24 +2,23 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.config.mesh import MeshConfig
-from composer_dist.distributed.plan.communication import Communication, estimate_communication, untraced
+from composer_dist.distributed.feature_plan import StepEvent
+from composer_dist.distributed.plan.communication import Communication, estimate_communication
 from composer_dist.distributed.plan.compute import ComputeEstimate, estimate_compute
 from composer_dist.distributed.plan.decisions import Decisions, Subject
 from composer_dist.distributed.plan.html import html_report
-from composer_dist.distributed.plan.memory import MemoryEstimate, estimate_memory, rank_of, run_of
+from composer_dist.distributed.plan.memory import MemoryEstimate, estimate_memory, rank_of
 from composer_dist.distributed.plan.text import mesh_in_words, table, unit_rows
-from composer_dist.distributed.plan.topology import Topology, as_topology
-from composer_dist.distributed.plan.trace import trace_step
-from composer_dist.distributed.plan.work import Device, as_device
+from composer_dist.distributed.plan.topology import TOPOLOGIES, Topology, by_name
+from composer_dist.distributed.plan.trace import Loss, traced
+from composer_dist.distributed.plan.work import DEVICES, Device
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.structure.structure import Structure
 from composer_dist.wording import human_bytes, near_miss
@@ -39,9 +38,7 @@ class ParallelPlan(Decisions):
             )
         return MeshConfig(**self.mesh, device_type=self.device_type)
 
-    def memory(
-        self, batch: Any = None, *, loss: Callable[[Any, Any], Tensor] | None = None, rank: int = 0
-    ) -> MemoryEstimate:
+    def memory(self, batch: Any = None, *, loss: Loss | None = None, rank: int = 0) -> MemoryEstimate:
         """How much memory a rank needs, without a device and without a process group.
 
         Args:
@@ -53,15 +50,10 @@ class ParallelPlan(Decisions):
         Raises:
             ParallelismValueError: the plan has no such rank, or the batch does not suit the model.
         """
-        return estimate_memory(self, self._subject(), batch, loss, rank)
+        return estimate_memory(self, self._subject(), rank, self._events(batch, loss))
 
     def communication(
-        self,
-        batch: Any = None,
-        *,
-        loss: Callable[[Any, Any], Tensor] | None = None,
-        rank: int = 0,
-        topology: Topology | str = "h100",
+        self, batch: Any = None, *, loss: Loss | None = None, rank: int = 0, topology: Topology | str = "h100"
     ) -> Communication:
         """What a rank sends and receives in a step of training, the third or later, with one microbatch.
 
@@ -78,19 +70,14 @@ class ParallelPlan(Decisions):
         Raises:
             ParallelismValueError: the plan has no such rank, or the batch does not suit the model.
         """
-        subject = self._subject()
-        events = (
-            trace_step(subject.structure, self, run_of(batch, loss)) if batch is not None else untraced(self)
-        )
-        return estimate_communication(
-            self, rank_of(self, subject.structure, rank), events, as_topology(topology)
-        )
+        here = rank_of(self, self._subject().structure, rank)
+        return estimate_communication(self, here, self._events(batch, loss), by_name(topology, TOPOLOGIES))
 
     def compute(
         self,
         batch: Any,
         *,
-        loss: Callable[[Any, Any], Tensor] | None = None,
+        loss: Loss | None = None,
         rank: int = 0,
         topology: Topology | str = "h100",
         device: Device | str = "h100",
@@ -107,17 +94,18 @@ class ParallelPlan(Decisions):
         Raises:
             ParallelismValueError: the plan has no such rank, or the batch does not suit the model.
         """
-        subject = self._subject()
-        events = trace_step(subject.structure, self, run_of(batch, loss))
-        here = rank_of(self, subject.structure, rank)
-        return estimate_compute(self, here, events, as_topology(topology), as_device(device))
+        here, events = (
+            rank_of(self, self._subject().structure, rank),
+            traced(self._subject(), self, batch, loss),
+        )
+        return estimate_compute(self, here, events, by_name(topology, TOPOLOGIES), by_name(device, DEVICES))
 
     def to_html(
         self,
         path: str | Path,
         batch: Any = None,
         *,
-        loss: Callable[[Any, Any], Tensor] | None = None,
+        loss: Loss | None = None,
         rank: int = 0,
         device_memory: int | None = None,
         topology: Topology | str = "h100",
@@ -148,6 +136,9 @@ class ParallelPlan(Decisions):
         if self.subject is None:
             raise ParallelismValueError("The plan has no model. Make it with plan_parallelism(model, ...).")
         return self.subject
+
+    def _events(self, batch: Any, loss: Loss | None) -> list[StepEvent] | None:
+        return None if batch is None else traced(self._subject(), self, batch, loss)
 
     def explain(self, name: str) -> str:
         """In words: what happens to the module or tensor called `name` ("" is the root), and why.

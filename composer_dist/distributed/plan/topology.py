@@ -10,7 +10,7 @@ channels.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, log2
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from composer_dist.errors import ParallelismValueError
 
@@ -89,16 +89,20 @@ TOPOLOGIES: Mapping[str, Topology] = {
 and InfiniBand NDR (400 Gbit/s), NVLink 3 and HDR (200 Gbit/s)."""
 
 
-def as_topology(value: Topology | str) -> Topology:
-    """A topology, also by name.
+T = TypeVar("T")
+
+
+def by_name(value: T | str, known: Mapping[str, T]) -> T:
+    """A topology or a device, also by its name.
 
     Raises:
-        ParallelismValueError: there is none of this name.
+        ParallelismValueError: nothing has this name.
     """
-    if isinstance(value, Topology):
+    if not isinstance(value, str):
         return value
-    if value not in TOPOLOGIES:
+    if value not in known:
+        kind = type(next(iter(known.values()))).__name__
         raise ParallelismValueError(
-            f"There is no topology {value!r}. Valid names: {', '.join(TOPOLOGIES)}; or give a Topology."
+            f"There is no {kind.lower()} {value!r}. Valid names: {', '.join(known)}; or give a {kind}."
         )
-    return TOPOLOGIES[value]
+    return known[value]

@@ -17,17 +17,51 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from composer_dist import _torch
+from composer_dist.composer_model import ComposerModel
 from composer_dist.distributed.activations import recompute as activations
 from composer_dist.distributed.feature_plan import Kind, Moment, StepEvent, Work
-from composer_dist.distributed.plan.decisions import Decisions
+from composer_dist.distributed.plan.decisions import Decisions, Subject
 from composer_dist.distributed.plan.work import work_of
 from composer_dist.errors import ParallelismValueError
-from composer_dist.structure.families import values_unknown, vocabulary_of
+from composer_dist.structure.families import is_a, values_unknown, vocabulary_of
 from composer_dist.structure.structure import Structure, read_structure
 from composer_dist.tensors.nested import map_tensors, tensors_in
 
 Run = Callable[[nn.Module], tuple[Tensor, Any]]
 """Calls a model, and returns its loss and its outputs, which live as long as its backward."""
+Loss = Callable[[Any, Any], Tensor]
+"""Takes the outputs and the batch."""
+
+
+def traced(subject: Subject, plan: Decisions, batch: Any, loss: Loss | None) -> list[StepEvent]:
+    """What `trace_step` says of a batch, traced once: the last few traces are kept with the subject.
+
+    Nothing that a trace needs depends on the sizes of the mesh, on what is resharded, or on what is
+    offloaded, so plans of one subject that differ in these alone share their traces.
+    """
+    shapes = map_tensors(lambda _, one: (tuple(one.shape), one.dtype), batch)  # type: ignore[arg-type, return-value]
+    training = [one.training for one in subject.structure.modules.values()]
+    key = repr((_decisive(plan), shapes, training))
+    kept = subject.traces.pop(key, None)
+    if kept is None or kept[0] != loss:
+        kept = loss, trace_step(subject.structure, plan, run_of(batch, loss))
+    subject.traces[key] = kept
+    for oldest in [*subject.traces][:-_MOST_TRACES]:
+        del subject.traces[oldest]
+    return kept[1]
+
+
+_MOST_TRACES = 4
+"""That are kept; one of a model of 8 billion parameters takes a few MB."""
+
+
+def _decisive(plan: Decisions) -> Any:
+    """What a trace depends on."""
+    units = [
+        (one.modules, one.parameters, one.mp_policy.param_dtype, one.mp_policy.cast_forward_inputs)
+        for one in plan.units
+    ]
+    return units, plan.replication, plan.tensor_parallel, plan.context_parallelism, plan.activations
 
 
 def trace_step(structure: Structure, plan: Decisions, run: Run) -> list[StepEvent]:
@@ -212,6 +246,51 @@ class _Allocations(_torch.TorchDispatchMode):
                 self._note("allocate", *noted)
                 weakref.finalize(storage, self._note, "free", *noted)
         return made
+
+
+def run_of(batch: Any, loss: Loss | None) -> Run:
+    """How the traced model is called."""
+    shape = batch if isinstance(batch, tuple) and all(isinstance(one, int) for one in batch) else None
+
+    def run(copied: nn.Module) -> tuple[Tensor, Any]:
+        data = (
+            _example(copied, shape)
+            if shape
+            else map_tensors(lambda _, one: torch.empty_like(one, device="cpu"), batch)
+        )
+        if isinstance(copied, ComposerModel):
+            outputs = copied(data)
+            return _total(copied.loss(outputs, data)), outputs
+        args, kwargs = (
+            ((), data) if isinstance(data, Mapping) else (data if isinstance(data, tuple) else (data,), {})
+        )
+        outputs = copied(*args, **kwargs)
+        return _total(loss(outputs, data) if loss else _loss_of(outputs)), outputs
+
+    return run
+
+
+def _example(model: nn.Module, shape: tuple[int, ...]) -> Any:
+    """Token ids and labels of a shape, for models of transformers."""
+    found = [one for one in model.modules() if is_a(one, "PreTrainedModel")]
+    if not found or len(shape) != 2:
+        raise ParallelismValueError(
+            f"batch={shape} is a number of sequences and of tokens for a model of transformers. Give "
+            f"{type(model).__name__} example inputs: a tensor, a tuple, or a mapping of them, on any device."
+        )
+    ids = torch.zeros(shape, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _loss_of(outputs: Any) -> Any:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if loss is not None:
+        return loss
+    return [one.float().mean() for one in tensors_in(outputs) if one.is_floating_point()]
+
+
+def _total(loss: Any) -> Tensor:
+    return sum(one.sum() for one in tensors_in(loss))  # type: ignore[return-value]
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 
 from composer_dist import _torch
 from composer_dist.distributed.feature_plan import Work
-from composer_dist.errors import ParallelismValueError
 from composer_dist.tensors.nested import tensors_in
 
 _ATTENTION: Mapping[Any, Any] = dict(
@@ -58,18 +57,3 @@ DEVICES: Mapping[str, Device] = {
     ),
 }
 """H100 SXM and A100 SXM with 80 GB, by NVIDIA's data sheets, without sparsity and TF32."""
-
-
-def as_device(value: Device | str) -> Device:
-    """A device, also by name.
-
-    Raises:
-        ParallelismValueError: there is none of this name.
-    """
-    if isinstance(value, Device):
-        return value
-    if value not in DEVICES:
-        raise ParallelismValueError(
-            f"There is no device {value!r}. Valid names: {', '.join(DEVICES)}; or give a Device."
-        )
-    return DEVICES[value]

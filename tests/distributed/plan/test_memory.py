@@ -1,6 +1,7 @@
 """Estimates of memory, against real prepared models and by hand."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from composer_dist.config.rule import Rule
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import parallelize_model, plan_parallelism
 from composer_dist.distributed.feature_plan import StepEvent
+from composer_dist.distributed.plan import trace
 from composer_dist.distributed.plan.trace import trace_step
 from composer_dist.distributed.sharding.memory import UnitMemory, UnitSizes
 from composer_dist.distributed.steps import collector_paused
@@ -222,6 +224,23 @@ def test_a_step_of_one_matrix() -> None:
     }
     assert own.peak == shard + whole + 136
     assert "activations" in str(own)
+
+
+def test_one_trace_serves_all_estimates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = []
+    monkeypatch.setattr(trace, "trace_step", lambda *given: seen.append(given) or trace_step(*given))
+    model, batch = nn.Linear(4, 4), torch.ones(2, 4)
+    plan = plan_parallelism(model, FSDP2Config(), world_size=2)
+    for estimate in (plan.memory, plan.communication, plan.compute):
+        estimate(batch, rank=1)
+    plan.to_html(tmp_path / "report.html", torch.zeros(2, 4))
+    assert len(seen) == 1
+    assert plan.memory(torch.ones(3, 4)).activations > plan.memory(batch).activations
+    assert len(seen) == 2
+    plan.memory(batch, loss=lambda outputs, batch: outputs.sum())
+    model.eval()
+    plan.memory(batch)
+    assert len(seen) == 4
 
 
 class Asks(nn.Module):
