@@ -29,7 +29,8 @@ from composer_dist.distributed.moving.scatter import write_full
 from composer_dist.distributed.optimizers.check import check_hooks, check_steps
 from composer_dist.distributed.optimizers.follow import carry_attributes
 from composer_dist.distributed.optimizers.steps import watch_steps
-from composer_dist.distributed.plan.build import as_tuple, build_plan
+from composer_dist.distributed.plan.build import as_tuple, build_plan, optimizer_named
+from composer_dist.distributed.plan.decisions import Subject
 from composer_dist.distributed.plan.plan import ParallelPlan
 from composer_dist.distributed.prepared import check_module, check_usable, mesh_of, record, usable_or_marked
 from composer_dist.distributed.ranks import process_group
@@ -87,7 +88,7 @@ def plan_parallelism(
     config: Config,
     *,
     world_size: int | None = None,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | str | None = None,
     precision: str | Precision | None = None,
     fsdp_wrap_policy: WrapPolicy | None = None,
     activation_checkpointing_check_fn: CheckFn | None = None,
@@ -99,20 +100,22 @@ def plan_parallelism(
 
     Args:
         world_size: number of ranks to plan for; None takes the process group's, or 1.
-        optimizer: checked against the plan, if given.
+        optimizer: checked against the plan, if given. The name of a class in torch.optim ("AdamW") is for
+            estimates alone: of such an optimizer, with its defaults, of all trainable parameters.
         composer: plan as `parallelize_composer_model` and the Trainer prepare a `ComposerModel`.
 
     Raises:
         ParallelismError: everything that `parallelize_model` can detect before it changes the model.
     """
     check_module(model)
+    optimizers = as_tuple(optimizer_named(optimizer, model) if isinstance(optimizer, str) else optimizer)
     request = Request(
         config=resolve_config(config),
         precision=precision,
         wrap_policy=fsdp_wrap_policy,
         check_fn=activation_checkpointing_check_fn,
         children=composer_children(model) if composer else (),
-        optimizers=as_tuple(optimizer),
+        optimizers=optimizers,
     )
     structure = read_structure(model)
     world = process_group.world_and_rank()[0] if world_size is None else world_size
@@ -121,7 +124,10 @@ def plan_parallelism(
     components: list[initialize.Component] = []
     with suppress(ParallelismValueError):  # rank 0 may have values for what nothing initializes
         components = initialize.find_components(structure, on_meta)
-    return changed(plan, init_peak=initialize.peak_bytes(components, plan.delivery.bucket_bytes))
+    if isinstance(optimizer, str):  # nothing holds the one that was made for the checks
+        plan = changed(plan, subject=Subject(structure, tuple(map(type, optimizers))))
+    init_peak = initialize.peak_bytes(components, plan.delivery.bucket_bytes)
+    return changed(plan, init_peak=init_peak)
 
 
 def meta_init(module: nn.Module, param_init_fn: initialize.InitFn | None = None) -> None:

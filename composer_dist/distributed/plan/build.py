@@ -5,7 +5,9 @@ A `ParallelPlan` is pure data, built without a process group, for any world size
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -21,12 +23,12 @@ from composer_dist.distributed.replication import plan as replication
 from composer_dist.distributed.sharding import plan as sharding
 from composer_dist.distributed.tensor_parallel import plan as tensor_parallel
 from composer_dist.distributed.wishes import Request, Wishes
-from composer_dist.errors import Faults, ParallelismTypeError
+from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.blocks import structural_units
 from composer_dist.structure.families import architecture_of, is_a
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
-from composer_dist.wording import kind_in_words, listed
+from composer_dist.wording import kind_in_words, listed, near_miss
 
 
 def build_plan(structure: Structure, request: Request, sizes: Mapping[str, int]) -> ParallelPlan:
@@ -132,6 +134,29 @@ def as_tuple(optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimiz
             f"optimizer must be an Optimizer, several of them, or None, not {kind_in_words(optimizer)}."
         )
     return tuple(optimizer)
+
+
+def optimizer_named(name: str, model: nn.Module) -> Optimizer:
+    """An optimizer of all trainable parameters, of the class in torch.optim with this name in any case.
+
+    Raises:
+        ParallelismValueError: there is no such class, or it does not take these parameters.
+    """
+    kinds = [one for one in vars(torch.optim).values() if isinstance(one, type) and one is not Optimizer]
+    known = {kind.__name__.lower(): kind for kind in kinds if issubclass(kind, Optimizer)}
+    if name.lower() not in known:
+        raise ParallelismValueError(
+            f"There is no optimizer {name!r} in torch.optim.{near_miss(name.lower(), known)} Valid names: "
+            f"{', '.join(sorted(kind.__name__ for kind in known.values()))}; or give the optimizer itself."
+        )
+    kind: Any = known[name.lower()]
+    try:
+        made: Optimizer = kind([one for one in model.parameters() if one.requires_grad])
+    except ValueError as error:
+        raise ParallelismValueError(
+            f"{kind.__name__} does not take all trainable parameters: {error}. Give the optimizer itself."
+        ) from error
+    return made
 
 
 def _module_plans(

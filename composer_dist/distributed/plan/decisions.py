@@ -46,7 +46,8 @@ class Subject:
     """What a plan was made for."""
 
     structure: Structure
-    optimizers: tuple[Optimizer, ...]
+    optimizers: tuple[Optimizer | type[Optimizer], ...]
+    """A class is that of an optimizer of all trainable parameters."""
     traces: dict[str, tuple[Any, list[StepEvent]]] = field(default_factory=dict, repr=False, compare=False)
     """The loss and the events of steps that were traced; see `traced` in trace.py."""
 

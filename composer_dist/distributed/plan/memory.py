@@ -138,12 +138,16 @@ def _local_bytes(rank: Rank, name: str) -> int:
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes)
 
 
-def _step(optimizer: Optimizer, structure: Structure, rank: Rank) -> tuple[int, int]:
+def _step(optimizer: Optimizer | type[Optimizer], structure: Structure, rank: Rank) -> tuple[int, int]:
     """The bytes of an optimizer's state, and the most that a step takes beside it.
 
     Two steps of a copy run on this rank's parts, on the meta device; the second one finds the state.
     """
     names = {id(held.get()): name for name, held in structure.parameters.items()}
+    if isinstance(optimizer, type):
+        made = {name: _part(rank, name) for name in rank.layouts if rank.tensors[name].requires_grad}
+        names = {id(part): name for name, part in made.items()}
+        optimizer = optimizer(made.values())  # type: ignore[call-arg]
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         parts = [_part(rank, names[id(one)]) for one in group["params"] if id(one) in names]
@@ -152,7 +156,13 @@ def _step(optimizer: Optimizer, structure: Structure, rank: Rank) -> tuple[int, 
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(vars(optimizer), state=defaultdict(dict), param_groups=groups)
     _torch.forget_step_hooks(twin)
-    twin.step()
+    try:
+        twin.step()
+    except (RuntimeError, TypeError) as error:
+        raise ParallelismValueError(
+            f"What {type(optimizer).__name__} needs is not known, because its step needs values ({error}). "
+            "Plan without an optimizer, or with one that is like it."
+        ) from error
     state = [one for values in twin.state.values() for one in tensors_in(values)]
     parts = [one for group in groups for one in group["params"]]
     with storages_made([*state, *parts, *(one.grad for one in parts if one.grad is not None)]) as most:

@@ -23,7 +23,7 @@ from composer_dist.distributed.plan import trace
 from composer_dist.distributed.plan.trace import trace_step
 from composer_dist.distributed.sharding.memory import UnitMemory, UnitSizes
 from composer_dist.distributed.steps import collector_paused
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.kit.compare import fails
 from tests.kit.huggingface import llama
 from tests.kit.world import on_ranks
@@ -224,6 +224,45 @@ def test_a_step_of_one_matrix() -> None:
     }
     assert own.peak == shard + whole + 136
     assert "activations" in str(own)
+
+
+@on_ranks(2)
+def test_an_optimizer_by_name_counts_and_is_not_followed() -> None:
+    """No warning tells of a forgotten optimizer, and the plan is the same as without one."""
+    model = Uneven()
+    by_name = plan_parallelism(model, FSDP2Config(), optimizer="adamW")
+    frozen_too = plan_parallelism(model, FSDP2Config(), optimizer=torch.optim.AdamW(model.parameters()))
+    assert by_name.memory().optimizer == frozen_too.memory().optimizer > 0
+    assert by_name.digest() == plan_parallelism(model, FSDP2Config()).digest() == frozen_too.digest()
+    del frozen_too
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallelize_model(model, by_name, optimizer)
+    before = [_local(one).clone() for one in model.parameters()]
+    model(torch.ones(2, 31)).sum().backward()
+    optimizer.step()
+    after = [_local(one) for one in model.parameters()]
+    assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("adamv", "Did you mean 'adam'? Valid names: ASGD, "),
+        ("Muon", "Muon does not take all trainable parameters"),
+        ("Adafactor", "Adafactor cannot step on sharded parameters"),
+    ],
+)
+def test_an_optimizer_that_there_is_not_or_that_cannot_step_is_refused(name: str, words: str) -> None:
+    with fails(ParallelismValueError, words):
+        plan_parallelism(Uneven(), FSDP2Config(), optimizer=name)
+
+
+def test_an_optimizer_whose_step_needs_values_is_named() -> None:
+    plan = plan_parallelism(Uneven(), FSDP2Config(), optimizer="ASGD")
+    with fails(ParallelismValueError, "What ASGD needs is not known"):
+        plan.memory()
+    with fails(ParallelismTypeError, "not str"):
+        parallelize_model(Uneven(), FSDP2Config(), "AdamW")  # type: ignore[arg-type]
 
 
 def test_one_trace_serves_all_estimates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
