@@ -17,11 +17,11 @@ from composer_dist.checkpoint.kinds.optimizer_names import (
     State,
     by_name,
     check_whole,
-    is_low_bit,
     named_optimizer_state,
     parameter_names,
 )
 from composer_dist.distributed.moving.scatter import fill
+from composer_dist.distributed.optimizers.follow import is_low_bit
 from composer_dist.distributed.prepared import mesh_of_world, usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import broadcast, world_and_rank

@@ -3,6 +3,7 @@
 import gc
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -11,9 +12,9 @@ from torch.optim import Optimizer
 
 from composer_dist import _torch
 from composer_dist.distributed.before_steps import end_checks
-from composer_dist.distributed.moving.gather import gather
+from composer_dist.distributed.moving.gather import gather, gather_each
 from composer_dist.distributed.optimizers.check import forgotten_optimizers
-from composer_dist.distributed.optimizers.follow import names_by_id
+from composer_dist.distributed.optimizers.follow import is_low_bit, low_bit_state, names_by_id
 from composer_dist.distributed.optimizers.steps import watch_steps
 from composer_dist.distributed.plan.build import as_tuple
 from composer_dist.distributed.prepared import check_usable, of, prepared_mesh, reshard, usable_or_marked
@@ -23,6 +24,7 @@ from composer_dist.distributed.training.local_gradients import waiting_of
 from composer_dist.distributed.weights.storage import replace
 from composer_dist.errors import Faults, ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.structure import Structure, read_structure
+from composer_dist.tensors.inner import as_floats, encode_into
 from composer_dist.tensors.nested import map_tensors, named_tensors
 from composer_dist.wording import listed
 
@@ -36,8 +38,10 @@ def unparallelize_model(model: nn.Module, optimizer: Optimizer | Sequence[Optimi
     user's hooks stay; sharded parameters become new objects. Afterwards `parallelize_model` can prepare the
     model again, with any configuration.
 
-    All ranks of the model's mesh call it together. A rank needs memory for the whole model, gradients and
-    state, its own parts of the parameters, and at most 512 MiB of gathered tensors in flight.
+    All ranks of the model's mesh call it together. Afterwards every rank holds the whole model, gradients
+    and state. Tensors are gathered one after the other: beside what it holds before and afterwards, a rank
+    needs memory for one whole tensor and for its part of it, each at most 256 MiB. 8-bit and 4-bit state,
+    which each rank has quantized for its part, is dequantized, and quantized again as a whole.
 
     Args:
         model: prepared by `parallelize_model`, `parallelize_composer_model` or `prepare_fully_shard`, or a
@@ -141,31 +145,45 @@ def _end(model: nn.Module) -> None:
 
 
 def _make_whole(model: nn.Module, structure: Structure, optimizers: Sequence[Optimizer]) -> None:
-    """Replace all parts, one tensor after the other."""
-    old: dict[str, Tensor] = {}
+    """Replace all parts."""
+    cut = {name: held for name, held in structure.tensors.items() if isinstance(held.get(), DTensor)}
+    old = {name: held.get() for name, held in cut.items()}
+    whole: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
+    parts: list[tuple[Any, str, Tensor]] = []
+    """Each with the dictionary and the key where the whole tensor belongs."""
+    for name, part in old.items():
+        parts.append((whole, name, part))
+        if part.grad is not None:
+            parts.append((gradients, name, part.grad))
+            part.grad = None
+    for state in (state for one in optimizers if not is_low_bit(one) for state in one.state.values()):
+        parts += [(state, key, value) for key, value in state.items() if isinstance(value, DTensor)]
+    places = [(held, key, part.device) for held, key, part in parts]
+    for index, tensor in gather_each(parts.pop(0)[2] for _ in places):
+        held, key, device = places[index]
+        held[key] = tensor.to(device)
     new: dict[int, Tensor] = {}
-    for name, held in structure.tensors.items():
-        part = held.get()
-        if not isinstance(part, DTensor):
-            continue
-        value, gradient = _whole(part), None if part.grad is None else _whole(part.grad)
-        if held.info.kind == "parameter":
-            replace(held, value)
-            held.get().grad, part.grad = gradient, None
-            old[name], new[id(part)] = part, held.get()
-        else:
-            held.put(value)
+    for name, one in cut.items():
+        replace(one, whole.pop(name))
+        new[id(old[name])] = one.get()
+        one.get().grad = gradients.pop(name, None)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"][:] = [new.get(id(p), p) for p in group["params"]]
         states = dict(optimizer.state)
         optimizer.state.clear()
         for parameter, state in states.items():
-            optimizer.state[new.get(id(parameter), parameter)] = state
-            for key in state:
-                state[key] = map_tensors(lambda _, one: _whole(one), state[key])
+            parameter = new.get(id(parameter), parameter)
+            optimizer.state[parameter] = state
+            for key, value in state.items():
+                if is_low_bit(optimizer) and isinstance(value, DTensor):
+                    state[key] = low_bit_state(optimizer, parameter, key)
+                    encode_into(state[key], gather(as_floats(value)))
+                else:
+                    state[key] = map_tensors(lambda _, one: _whole(one), value)
     end_checks(model)
-    watch_steps(model, old)
+    watch_steps(model, {name: part for name, part in old.items() if isinstance(part, nn.Parameter)})
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import no_sync, parallelize_model, unparallelize_model
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-from tests.kit.compare import close, fails_alike, grads, part_of, same, values
+from tests.kit.compare import close, fails_alike, grads, part_of, same, shape_of, values
 from tests.kit.decoder import Decoder, loss_of, token_batch
 from tests.kit.meshes import config, ddp, mesh
 from tests.kit.toy import built
@@ -23,20 +23,6 @@ from tests.kit.world import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 Make = Callable[[], nn.Module]
-
-
-def shape_of(model: nn.Module) -> dict[str, Any]:
-    """What a model is besides its values: names, classes, attributes and hooks."""
-    found: dict[str, Any] = {"state": list(model.state_dict())}
-    for name, module in model.named_modules(remove_duplicate=False):
-        own = vars(module)
-        held = {key: list(value) for key, value in own.items() if "hooks" in key or key == "_modules"}
-        plain = {key: value for key, value in own.items() if isinstance(value, (int, str, type(None)))}
-        found[f"module {name}"] = type(module), sorted(own), held, plain
-    for name, one in model.named_parameters(remove_duplicate=False):
-        hooks = one._backward_hooks or None, getattr(one, "_post_accumulate_grad_hooks", None) or None
-        found[name] = type(one), one.shape, one.dtype, one.requires_grad, one.is_leaf, vars(one), hooks
-    return found
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, mesh: Any = None) -> None:

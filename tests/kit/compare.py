@@ -87,6 +87,27 @@ def alike(model: nn.Module, part: Callable[[Tensor], Tensor | None] = lambda p: 
     return all(torch.equal(one, everywhere[0]) for one in everywhere)
 
 
+def shape_of(model: nn.Module) -> dict[str, Any]:
+    """What a model is besides its values: names, classes, attributes and hooks."""
+    found: dict[str, Any] = {"state": list(model.state_dict())}
+    for name, module in model.named_modules(remove_duplicate=False):
+        own = vars(module)
+        held = {
+            key: list(value) for key, value in own.items() if key.startswith("_") and isinstance(value, dict)
+        }
+        plain = {
+            key: value for key, value in own.items() if key not in held and not isinstance(value, Tensor)
+        }
+        found[f"module {name}"] = type(module), sorted(own), held, plain
+    for name, one in model.named_parameters(remove_duplicate=False):
+        hooks = one._backward_hooks or None, getattr(one, "_post_accumulate_grad_hooks", None) or None
+        attributes = {key for key in vars(one) if not isinstance(vars(one)[key], Tensor)}
+        found[name] = type(one), one.shape, one.dtype, one.requires_grad, one.is_leaf, attributes, hooks
+    for name, one in model.named_buffers(remove_duplicate=False):
+        found[name] = type(one), one.shape, one.dtype, vars(one)
+    return found
+
+
 def part_of(x: Tensor, mesh: Any) -> Tensor:
     """This rank's rows of a batch."""
     data = sampler_kwargs(mesh)

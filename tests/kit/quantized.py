@@ -1,13 +1,18 @@
 """Models whose frozen weights are quantized, with trained adapters beside them."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from composer_dist.distributed import register_tensor_codec
+from composer_dist.distributed import register_tensor_codec, steps
 from tests.kit.huggingface import llama
 
 
@@ -134,3 +139,46 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = x + layer(x).tanh()
         return self.head(x)
+
+
+class Float8Block(nn.Module):
+    """Two linear layers that can compute in float8, and two that cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16, bias=False)
+        self.odd = nn.Linear(16, 5)
+        self.quantized = nn.modules.linear.NonDynamicallyQuantizableLinear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x))) + self.odd(x).mean(-1, keepdim=True)
+
+
+class Float8Linear(nn.Linear):
+    """Stands for torchao's: rounds its operands to float8, one scale each."""
+
+    def __init__(self, like: nn.Linear) -> None:
+        with torch.device("meta"):
+            super().__init__(like.in_features, like.out_features, bias=False)
+        self.weight, self.bias = like.weight, like.bias
+        self.config = "the recipe"
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.config
+        weight = self.weight + (_rounded(self.weight.detach()) - self.weight.detach())
+        return nn.functional.linear(_rounded(x.detach()) + (x - x.detach()), weight, self.bias)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    scale = 448 / x.abs().amax().clamp(min=1e-12)
+    return (x * scale).to(torch.float8_e4m3fn).to(x.dtype) / scale
+
+
+@contextmanager
+def float8_torchao() -> Iterator[None]:
+    """Inside, the machine can compute in float8, by a stand-in for torchao's one function that is used."""
+    package, module = ModuleType("torchao"), ModuleType("torchao.float8")
+    module.convert_to_float8_training = Float8Linear  # type: ignore[attr-defined]
+    modules = {"torchao": package, "torchao.float8": module}
+    with mock.patch.dict(sys.modules, modules), mock.patch.object(steps, "require_fp8"):
+        yield

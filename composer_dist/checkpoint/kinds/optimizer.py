@@ -22,12 +22,11 @@ from composer_dist.checkpoint.kinds.optimizer_names import (
     by_name,
     check_group_count,
     check_whole,
-    is_low_bit,
     model_of,
     named_optimizer_state,
     parameter_names,
 )
-from composer_dist.distributed.optimizers.follow import empty_state, scalar_device
+from composer_dist.distributed.optimizers.follow import empty_state, is_low_bit, low_bit_state, scalar_device
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError, Faults
 from composer_dist.tensors.inner import as_floats
@@ -244,7 +243,7 @@ def _kept_or_made(
     """The existing tensor if it is like `value`, else an uninitialized one."""
     if is_low_bit(optimizer) and value.shape == parameter.shape and value.ndim:
         same = isinstance(now, Tensor) and now.shape == value.shape
-        return now if same else optimizer._new_buffer(parameter, key == "exp_avg")  # type: ignore[attr-defined,no-any-return]
+        return now if same else low_bit_state(optimizer, parameter, key)
     dtype = _dtype(optimizer, key, value, parameter)
     if isinstance(now, Tensor) and (now.shape, now.dtype) == (value.shape, dtype):
         return now

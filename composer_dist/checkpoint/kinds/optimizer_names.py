@@ -166,11 +166,6 @@ def check_whole(model: nn.Module, state: State) -> None:
         )
 
 
-def is_low_bit(optimizer: Optimizer) -> bool:
-    """Whether it quantizes its state on each rank separately, as `torchao.optim` does."""
-    return hasattr(optimizer, "_new_buffer")
-
-
 def _numbers(
     values: Mapping[Any, Any],
     groups: Sequence[Mapping[str, Any]],

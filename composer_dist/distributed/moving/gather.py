@@ -9,7 +9,7 @@ keeps. Replicas of a shard take no part.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -89,6 +89,29 @@ def _moved(placement: Placement) -> Placement:
 
 
 @torch.no_grad()
+def gather_each(tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Index and full value, as `gather` gives it, of every tensor, each as soon as it is complete.
+
+    A collective: every rank must exhaust it. The parts travel in buckets that are as large as the largest
+    tensor, at most `BUCKET_BYTES`, in memory that is used again. It lets go of each part that has travelled.
+    """
+    cut: dict[DeviceMesh, dict[int, Gathered]] = {}
+    tensor: Tensor | None = None
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor) and _is_cut(tensor) and not inner_tensors(tensor):
+            freight = Gathered("", Layout.of(tensor), tensor.dtype, local_part(tensor.detach()))
+            cut.setdefault(tensor.device_mesh, {})[index] = freight
+        else:
+            yield index, gather(tensor)
+    del tensor
+    for mesh, freights in cut.items():
+        device, limit = Mesh(mesh).device, min(BUCKET_BYTES, max(one.nbytes for one in freights.values()))
+        yield from zip(
+            freights, _collect(list(freights.values()), Mesh(mesh), True, device, limit), strict=True
+        )
+
+
+@torch.no_grad()
 def full_tensors(
     tensors: Mapping[str, Tensor], *, everywhere: bool = False, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -130,21 +153,29 @@ class Gathered(Freight):
 
 
 def _collect(
-    freights: Sequence[Gathered], mesh: Mesh, everywhere: bool, device: torch.device = _CPU
+    freights: Sequence[Gathered],
+    mesh: Mesh,
+    everywhere: bool,
+    device: torch.device = _CPU,
+    limit: int | None = None,
 ) -> Iterator[Tensor]:
     """Bring together tensors that are cut over a mesh; a collective.
 
     The full tensors come in their order, on `device`, each once it is complete: on every rank, or on rank 0
-    alone.
+    alone. Their parts are let go then.
+
+    Args:
+        limit: most bytes of a bucket; None takes `BUCKET_BYTES`.
     """
+    limit = BUCKET_BYTES if limit is None else limit
     root = None if everywhere else 0
     if root is not None and root not in mesh.replica(mesh.rank):
         return
     keeps = root in (None, mesh.rank)
-    slices = list(slices_of(freights, mesh, BUCKET_BYTES))
+    slices = list(slices_of(freights, mesh, limit))
     left = Counter(id(one.cargo) for one in slices)
     waiting, dispatch = deque(freights), _Dispatch(mesh, root, device)
-    for bucket in [[], *in_buckets(slices, lambda one: one.nbytes, BUCKET_BYTES)]:
+    for bucket in [[], *in_buckets(slices, lambda one: one.nbytes, limit)]:
         if bucket:
             dispatch.carry(bucket)
         left.subtract(id(one.cargo) for one in bucket)
@@ -153,6 +184,7 @@ def _collect(
             if keeps:
                 yield done.full if prod(done.layout.shape) else dispatch.room(done)
                 vars(done).pop("full", None)  # the caller alone keeps it from here on
+            vars(done).pop("part")
 
 
 @dataclass

@@ -188,6 +188,17 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     return list(found.values())[1:]
 
 
+def is_low_bit(optimizer: Optimizer) -> bool:
+    """Whether it quantizes its state on each rank separately, as `torchao.optim` does."""
+    return hasattr(optimizer, "_new_buffer")
+
+
+def low_bit_state(optimizer: Optimizer, parameter: torch.Tensor, key: str) -> torch.Tensor:
+    """Zeros as an optimizer with quantized state makes them for a parameter."""
+    made: torch.Tensor = optimizer._new_buffer(parameter, key == "exp_avg")  # type: ignore[attr-defined]
+    return made
+
+
 def names_by_id(structure: Structure) -> dict[int, str]:
     """Every parameter's first name, by the object's identity."""
     return {id(held.get()): name for name, held in structure.parameters.items()}

@@ -6,8 +6,7 @@ comes out.
 """
 
 import copy
-import sys
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,27 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composer_dist import FSDP2Config, ParallelismConfig
-from composer_dist.distributed import parallelize_model, plan_parallelism, steps
+from composer_dist.distributed import parallelize_model, plan_parallelism
 from composer_dist.errors import ParallelismValueError
+from tests.kit.quantized import Float8Block, Float8Linear, float8_torchao
 
 pytestmark = pytest.mark.promise(88)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16, bias=False)
-        self.odd = nn.Linear(16, 5)
-        self.quantized = nn.modules.linear.NonDynamicallyQuantizableLinear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x))) + self.odd(x).mean(-1, keepdim=True)
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Block(), Block()])
+        self.layers = nn.ModuleList([Float8Block(), Float8Block()])
         self.head = nn.Linear(16, 32)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,34 +37,11 @@ class Model(nn.Module):
 LINEARS = ("layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down")
 
 
-class Float8Linear(nn.Linear):
-    """Stands for torchao's: rounds its operands to float8, one scale each."""
-
-    def __init__(self, like: nn.Linear) -> None:
-        with torch.device("meta"):
-            super().__init__(like.in_features, like.out_features, bias=False)
-        self.weight, self.bias = like.weight, like.bias
-        self.config = "the recipe"
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.config
-        weight = self.weight + (_rounded(self.weight.detach()) - self.weight.detach())
-        return nn.functional.linear(_rounded(x.detach()) + (x - x.detach()), weight, self.bias)
-
-
-def _rounded(x: Tensor) -> Tensor:
-    scale = 448 / x.abs().amax().clamp(min=1e-12)
-    return (x * scale).to(torch.float8_e4m3fn).to(x.dtype) / scale
-
-
 @pytest.fixture
-def torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+def torchao() -> Iterator[None]:
     """A machine that can compute in float8."""
-    package, module = ModuleType("torchao"), ModuleType("torchao.float8")
-    module.convert_to_float8_training = lambda linear: Float8Linear(linear)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torchao", package)
-    monkeypatch.setitem(sys.modules, "torchao.float8", module)
-    monkeypatch.setattr(steps, "require_fp8", lambda device: None)
+    with float8_torchao():
+        yield
 
 
 def test_the_plan_lists_the_layers_wherever_it_is_made() -> None:
@@ -109,7 +75,7 @@ def test_what_is_missing_is_named_and_nothing_changes() -> None:
         ParallelismValueError, match="'amp_fp8' cannot run here: .*'cpu', not on a CUDA device"
     ):
         parallelize_model(model, "fsdp", precision="amp_fp8")
-    assert {type(module) for module in model.modules()} >= {nn.Linear, Block, Model}
+    assert {type(module) for module in model.modules()} >= {nn.Linear, Float8Block, Model}
     model(torch.randn(2, 16))
 
 
