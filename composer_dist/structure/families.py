@@ -6,6 +6,7 @@ A library that has not been imported has no modules in the model, so `is_a` look
 
 import logging
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -133,17 +134,24 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def values_unknown() -> Iterator[None]:
-    """Inside, transformers treats tensors without values as ordinary ones, and makes no masks for them."""
+    """Inside, transformers treats tensors without values as ordinary ones, and makes no masks for them.
+
+    Other threads see nothing of it; one that enters too waits.
+    """
     utils: Any = sys.modules.get("transformers.utils.import_utils")
     if utils is None:
         yield
         return
-    before = utils.is_fake_tensor
-    utils.is_fake_tensor = lambda tensor: False
-    try:
-        yield
-    finally:
-        utils.is_fake_tensor = before
+    with _one_thread:
+        before, here = utils.is_fake_tensor, threading.get_ident()
+        utils.is_fake_tensor = lambda tensor: threading.get_ident() != here and before(tensor)
+        try:
+            yield
+        finally:
+            utils.is_fake_tensor = before
+
+
+_one_thread = threading.RLock()
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
