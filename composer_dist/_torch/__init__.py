@@ -16,4 +16,5 @@ from composer_dist._torch.operations import *
 from composer_dist._torch.replication import *
 from composer_dist._torch.sharding import *
 from composer_dist._torch.tensors import *
+from composer_dist._torch.traced import *
 from composer_dist._torch.whole_gradients import *

@@ -15,6 +15,7 @@ Moment = Literal[
     "compute",
     "allocate",
     "free",
+    "send",
     "before forward",
     "after forward",
     "before backward",
@@ -24,7 +25,8 @@ Moment = Literal[
 ]
 """What a step consists of; between "before reduction" and "after reduction" a unit's gradients are freed.
 
-"gradient": a parameter's gradient is complete. "compute": an operator runs, with `work`."""
+"gradient": a parameter's gradient is complete. "compute": an operator runs, with `work`.
+"send": the model's own operators communicate, with `sent`."""
 
 
 Kind = Literal["gathered", "communication", "gradients", "activations", "logits"]
@@ -57,6 +59,7 @@ class StepEvent(NamedTuple):
     name: str = ""
     """Of the parameter."""
     work: Work | None = None
+    sent: "Transfer | None" = None
 
 
 class Change(NamedTuple):
@@ -96,6 +99,16 @@ class Rank:
     """By first name."""
     layouts: Mapping[str, Layout]
     """How each parameter is cut, by first name."""
+
+
+def sent_along(dimension: str) -> Callable[[StepEvent], Iterator[Transfer]]:
+    """A function that says what the model's own operators send along a dimension of the mesh."""
+
+    def follow(event: StepEvent) -> Iterator[Transfer]:
+        if event.sent is not None and event.sent.dimension == dimension:
+            yield event.sent
+
+    return follow
 
 
 class FeaturePlan:

@@ -4,14 +4,14 @@
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from composer_dist import _torch
-from composer_dist.distributed.feature_plan import FeaturePlan
+from composer_dist.distributed.feature_plan import FeaturePlan, Rank, StepEvent, Transfer, sent_along
 from composer_dist.distributed.wishes import Request
 from composer_dist.errors import Faults
 from composer_dist.structure.families import class_name, transformers_models
@@ -32,6 +32,9 @@ class ContextPlan(FeaturePlan):
 
     size: int
     """The number of ranks that share a sequence."""
+
+    def communication(self, rank: Rank) -> Callable[[StepEvent], Iterator[Transfer]]:
+        return sent_along("cp")
 
     def explain(self, module: str) -> str:
         return "" if module else f"Sequences are split among {self.size} ranks, inside of context_parallel()."

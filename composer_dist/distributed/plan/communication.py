@@ -36,7 +36,7 @@ class Communication(tuple[Traffic, ...]):
     """The rows of a step, in the order of their first collectives."""
 
     uncounted: tuple[str, ...] = ()
-    """Features of the plan whose collectives are not among the rows."""
+    """Features whose collectives are not among the rows, because they depend on the batch."""
     how: Mapping[str, str] = MappingProxyType({})
     """How `count`, `bytes` and `seconds` were got: "exact", of a traced step; "untraced", of a step in which
     each unit runs once; or "modeled"."""
@@ -59,7 +59,7 @@ class Communication(tuple[Traffic, ...]):
             )
             for one in self
         ]
-        left = [f"not counted: the collectives of {name}" for name in self.uncounted]
+        left = [f"not counted without a batch: the collectives of {name}" for name in self.uncounted]
         return "\n".join([table("", headings, rows) if rows else "Nothing is sent.", *left])
 
 
@@ -77,12 +77,12 @@ def estimate_communication(
     rows = Communication(Traffic(*key, *sums) for key, sums in found.items())
     counted = "untraced" if events is None else "exact"
     rows.how = {"count": counted, "bytes": counted, "seconds": "modeled"}
-    rows.uncounted = tuple(name for name in UNCOUNTED if name in plan.features)
+    rows.uncounted = tuple(name for name in _BY_BATCH if events is None and name in plan.features)
     return rows
 
 
-UNCOUNTED = ("tensor_parallel", "context_parallelism")
-"""Features that do not say yet what they send."""
+_BY_BATCH = ("tensor_parallel", "context_parallelism")
+"""Features that send activations."""
 
 
 def transfers(

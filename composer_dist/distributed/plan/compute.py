@@ -3,10 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import ClassVar
 
-from composer_dist.distributed.feature_plan import Rank, StepEvent, Transfer, Work
+from composer_dist.distributed.feature_plan import Rank, StepEvent, Transfer
 from composer_dist.distributed.plan.communication import transfers
 from composer_dist.distributed.plan.decisions import Decisions
 from composer_dist.distributed.plan.text import table
@@ -25,7 +24,7 @@ class ComputeEstimate:
     """What one rank computes in a step, and how long the step takes at least.
 
     FLOPs are those of matrix products, convolutions and attention; attention counts as if it had no causal
-    mask. Tensor- and context-parallel ranks are taken to share all of it evenly.
+    mask.
     """
 
     how: ClassVar[Mapping[str, str]] = HOW
@@ -71,14 +70,12 @@ def estimate_compute(
     plan: Decisions, rank: Rank, events: Iterable[StepEvent], topology: Topology, device: Device
 ) -> ComputeEstimate:
     """See `ParallelPlan.compute`."""
-    share = prod(rank.sizes[name] for name in ("tp", "cp"))
     flops: Counter[str] = Counter()
     units: Counter[str] = Counter()
     dtypes: Counter[float] = Counter()
     clock, busy = _Clock(), 0.0
     for event, sent in transfers(plan, rank, events):
         if (work := event.work) is not None:
-            work = Work(work.flops // share, work.nbytes // share, work.dtype, work.recomputed)
             flops["recomputed" if work.recomputed else event.phase] += work.flops
             units[event.unit] += work.flops
             dtypes[device.flops.get(work.dtype, min(device.flops.values()))] += work.flops
@@ -90,7 +87,8 @@ def estimate_compute(
         for early in (False, True):
             for one, stride in sent:
                 if one.early == early:
-                    clock.send(one, topology.seconds(one.collective, one.nbytes, one.ranks, stride))
+                    seconds = topology.seconds(one.collective, one.nbytes, one.ranks, stride)
+                    clock.send(one, seconds, waits=event.moment == "send")
             if not early and event.moment in ("before forward", "before backward"):
                 clock.begin(waits=bool(late) or event.moment == "before backward")
     return ComputeEstimate(
@@ -110,7 +108,7 @@ class _Clock:
     A unit waits for its own all-gather. In forward that begins once the unit before it has begun, and in
     backward FSDP2 gathers in advance, so one unit is gathered while another one computes. Reductions begin
     when the gradients are there, and nothing waits for them before the end. The device waits for broadcasts
-    and for the collectives of tensor parallelism.
+    and for what the model's own operators send.
     """
 
     def __init__(self) -> None:
@@ -130,9 +128,9 @@ class _Clock:
             self._now = max(self._now, self._gathers)
         self._began = self._now
 
-    def send(self, one: Transfer, seconds: float) -> None:
-        """A collective."""
-        if one.dimension == "tp" or one.collective == "broadcast":
+    def send(self, one: Transfer, seconds: float, waits: bool) -> None:
+        """A collective, for which the device may wait."""
+        if waits or one.collective == "broadcast":
             self._now += seconds
         elif one.collective == "all_gather":
             self._gathers = max(self._gathers, self._began) + seconds

@@ -14,8 +14,8 @@ from composer_dist import _torch
 from composer_dist.distributed.feature_plan import Rank, StepEvent
 from composer_dist.distributed.mesh.layout import Coordinate, Layout, padded_numel
 from composer_dist.distributed.plan.decisions import Decisions, Subject
+from composer_dist.distributed.plan.record import storages_made
 from composer_dist.distributed.plan.text import table
-from composer_dist.distributed.plan.trace import storages_made
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.nested import tensors_in

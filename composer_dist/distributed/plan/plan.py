@@ -43,14 +43,15 @@ class ParallelPlan(Decisions):
 
         Args:
             batch: what the rank's model is called with in each step: a shape (sequences, tokens) for models
-                of transformers, or example inputs, whose values are not read. None leaves the step out.
+                of transformers, or example inputs, whose values are not read. With context parallelism it is
+                whole, and split as `context_parallel(model, batch)` does. None leaves the step out.
             loss: `(outputs, batch) -> scalar`. By default a ComposerModel's own, `outputs.loss`, or a mean.
             rank: whose memory.
 
         Raises:
             ParallelismValueError: the plan has no such rank, or the batch does not suit the model.
         """
-        return estimate_memory(self, self._subject(), rank, self._events(batch, loss))
+        return estimate_memory(self, self._subject(), rank, self._events(batch, loss, rank))
 
     def communication(
         self, batch: Any = None, *, loss: Loss | None = None, rank: int = 0, topology: Topology | str = "h100"
@@ -59,9 +60,9 @@ class ParallelPlan(Decisions):
 
         Bytes are those of an all-gather's output, a reduce-scatter's input, and the tensor of an all-reduce
         or a broadcast. With a batch, units, gradients and calls are followed through a traced step; without
-        one, each unit runs once. Not counted: what goes through the store and shared memory (`check_order`,
-        agreements), what the loss, the optimizer and clipping send, the delivery of weights, and the
-        collectives of tensor and context parallelism, which `.uncounted` then names.
+        one, each unit runs once, and `.uncounted` names the features whose collectives depend on it: tensor
+        and context parallelism. Not counted: what goes through the store and shared memory (`check_order`,
+        agreements), what the optimizer and clipping send, and the delivery of weights.
 
         Args:
             batch, loss, rank: as for `memory`.
@@ -70,8 +71,8 @@ class ParallelPlan(Decisions):
         Raises:
             ParallelismValueError: the plan has no such rank, or the batch does not suit the model.
         """
-        here = rank_of(self, self._subject().structure, rank)
-        return estimate_communication(self, here, self._events(batch, loss), by_name(topology, TOPOLOGIES))
+        here, events = rank_of(self, self._subject().structure, rank), self._events(batch, loss, rank)
+        return estimate_communication(self, here, events, by_name(topology, TOPOLOGIES))
 
     def compute(
         self,
@@ -84,9 +85,6 @@ class ParallelPlan(Decisions):
     ) -> ComputeEstimate:
         """How much a rank computes in a step, and how long the step takes at least.
 
-        Ranks of tensor and context parallelism are taken to share the work evenly, and the time is without
-        their collectives.
-
         Args:
             batch, loss, rank, topology: as for `communication`.
             device: the rates, "h100", "a100" or a `Device`.
@@ -94,10 +92,8 @@ class ParallelPlan(Decisions):
         Raises:
             ParallelismValueError: the plan has no such rank, or the batch does not suit the model.
         """
-        here, events = (
-            rank_of(self, self._subject().structure, rank),
-            traced(self._subject(), self, batch, loss),
-        )
+        here = rank_of(self, self._subject().structure, rank)
+        events = traced(self._subject(), self, batch, loss, here)
         return estimate_compute(self, here, events, by_name(topology, TOPOLOGIES), by_name(device, DEVICES))
 
     def to_html(
@@ -137,8 +133,11 @@ class ParallelPlan(Decisions):
             raise ParallelismValueError("The plan has no model. Make it with plan_parallelism(model, ...).")
         return self.subject
 
-    def _events(self, batch: Any, loss: Loss | None) -> list[StepEvent] | None:
-        return None if batch is None else traced(self._subject(), self, batch, loss)
+    def _events(self, batch: Any, loss: Loss | None, rank: int) -> list[StepEvent] | None:
+        if batch is None:
+            return None
+        subject = self._subject()
+        return traced(subject, self, batch, loss, rank_of(self, subject.structure, rank))
 
     def explain(self, name: str) -> str:
         """In words: what happens to the module or tensor called `name` ("" is the root), and why.

@@ -48,6 +48,12 @@ def apply(structure: Structure, plan: TensorParallelPlan | None, mesh: Mesh) -> 
     if plan is None or (tp := mesh.tp) is None:
         return {}
     originals = {name: structure.tensors[name].cast_shadow() for name in plan.parameters}
+    divide(structure, plan, tp)
+    return originals
+
+
+def divide(structure: Structure, plan: TensorParallelPlan, tp: DeviceMesh) -> None:
+    """Cut the planned parameters, whose values are not read, and wrap the forwards of their modules."""
     for name, one in plan.modules.items():
         module = _torch.unwrapped(structure.modules[name])
         if isinstance(one.style, Style):
@@ -64,7 +70,14 @@ def apply(structure: Structure, plan: TensorParallelPlan | None, mesh: Mesh) -> 
             held.put(_cut(held, plan.cuts[name], tp))
         else:
             _retie(held)
-    return originals
+
+
+def give_sizes(structure: Structure, plan: TensorParallelPlan) -> None:
+    """Give modules this rank's number of heads and features, and the model a loss for cut logits."""
+    for one in plan.divisions:
+        setattr(_torch.unwrapped(structure.modules[one.module]), one.attribute, one.after)
+    if plan.logits is not None:
+        give_loss(structure, plan.logits)
 
 
 def arm(structure: Structure, plan: TensorParallelPlan | None, mesh: Mesh, agreement: Agreement) -> None:
@@ -76,10 +89,7 @@ def arm(structure: Structure, plan: TensorParallelPlan | None, mesh: Mesh, agree
     if plan is None:
         return
     with agreement.together("the sizes of modules"):
-        for one in plan.divisions:
-            setattr(_torch.unwrapped(structure.modules[one.module]), one.attribute, one.after)
-        if plan.logits is not None:
-            give_loss(structure, plan.logits)
+        give_sizes(structure, plan)
     _torch.at_start_of_backward(_torch.count_all_changes)
     _torch.explain_in_backward(_changed)
     if (tp := mesh.tp) is not None:
@@ -108,11 +118,11 @@ def _align_random_state(mesh: DeviceMesh) -> None:
 
 
 def _cut(held: Held, cut: Cut, mesh: DeviceMesh) -> nn.Parameter:
-    """The parameter `held` on the meta device, cut among the ranks of `mesh`."""
+    """The parameter `held` without values, cut among the ranks of `mesh`."""
     layout = Layout(held.info.shape, tp_dim=cut.dim, tp_groups=cut.groups)
     here = Coordinate(tp=mesh.get_local_rank(), tps=mesh.size())
     placement = _torch.StridedShard(cut.dim, split_factor=cut.groups) if cut.groups > 1 else Shard(cut.dim)
-    part = torch.empty(layout.local_shape(here), dtype=held.info.dtype, device="meta")
+    part = torch.empty(layout.local_shape(here), dtype=held.info.dtype, device=held.get().device)
     value = dtensor_of(part, mesh, [placement], held.info.shape)
     return nn.Parameter(value, requires_grad=held.info.requires_grad)
 

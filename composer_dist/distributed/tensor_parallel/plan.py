@@ -1,7 +1,7 @@
 """The plan of tensor parallelism: which module gets which style, and why. The model is not changed."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from composer_dist.config.tensor_parallel import TPConfig
-from composer_dist.distributed.feature_plan import FeaturePlan
+from composer_dist.distributed.feature_plan import FeaturePlan, Rank, StepEvent, Transfer, sent_along
 from composer_dist.distributed.tensor_parallel.adapters import with_adapters
 from composer_dist.distributed.tensor_parallel.heads import Division, plan_divisions
 from composer_dist.distributed.tensor_parallel.infer import infer_styles
@@ -43,6 +43,9 @@ class TensorParallelPlan(FeaturePlan):
     """Sizes that modules store and that are divided."""
     logits: str | None = None
     """The module whose output stays cut, for a loss that accepts cut logits."""
+
+    def communication(self, rank: Rank) -> Callable[[StepEvent], Iterator[Transfer]]:
+        return sent_along("tp")
 
     def explain(self, module: str) -> str:
         one = self.modules.get(module)

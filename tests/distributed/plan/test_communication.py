@@ -14,7 +14,6 @@ from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.rule import Rule
-from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import parallelize_model, plan_parallelism
 from composer_dist.distributed.plan.topology import Algorithm, Topology
 from composer_dist.errors import ParallelismValueError
@@ -104,14 +103,6 @@ class Adapted(Buffered):
 def test_frozen_parameters_are_gathered_and_not_reduced(kind: str) -> None:
     planned, sent = planned_and_sent(Adapted, SHARDED[kind]())
     assert dict(planned) == dict(sent), f"{planned} {sent}"
-
-
-def test_a_plan_names_what_it_does_not_count() -> None:
-    options = config(mesh=MeshConfig(dp_shard=1, tp=2), tp=TPConfig(plan={"0": "colwise", "1": "rowwise"}))
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    rows = plan_parallelism(model, options, world_size=2).communication()
-    assert rows.uncounted == ("tensor_parallel",)
-    assert "not counted: the collectives of tensor_parallel" in str(rows)
 
 
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.001}, {"find_unused_parameters": True}])

@@ -20,6 +20,7 @@ from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import parallelize_model, plan_parallelism
 from composer_dist.distributed.feature_plan import StepEvent
 from composer_dist.distributed.plan import trace
+from composer_dist.distributed.plan.memory import rank_of
 from composer_dist.distributed.plan.trace import trace_step
 from composer_dist.distributed.sharding.memory import UnitMemory, UnitSizes
 from composer_dist.distributed.steps import collector_paused
@@ -194,12 +195,13 @@ def test_a_step_of_one_matrix() -> None:
     plan = plan_parallelism(nn.Linear(4, 3, bias=False), FSDP2Config(), world_size=2)
     assert plan.subject is not None
 
-    def run(model: nn.Module) -> tuple[Tensor, Tensor]:
+    def run(model: nn.Module, part_of: Any) -> tuple[Tensor, Tensor]:
         outputs = model(torch.ones(2, 4))
         return (outputs * outputs).sum(), outputs
 
     signs = {"allocate": 1, "free": -1}
-    events = [one for one in trace_step(plan.subject.structure, plan, run) if one.moment != "compute"]
+    here = rank_of(plan, plan.subject.structure, 0)
+    events = [one for one in trace_step(plan.subject.structure, plan, run, here) if one.moment != "compute"]
     assert [signs[one.moment] * one.nbytes if one.moment in signs else one.moment for one in events] == [
         "begin",
         *(32, "before forward", 24, "after forward"),  # inputs and outputs
