@@ -28,6 +28,7 @@ from composer_dist._torch.sharding import (
     register_gathered,
     register_shards,
 )
+from composer_dist._torch.tensors import while_alive
 from composer_dist._torch.unit_hooks import shorten_hooks
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.wording import listed
@@ -251,7 +252,7 @@ class _SecondOrder:
         if self._reshard is not None:
             gathered = {param._unsharded_param for param in fsdp_params(self._module)} - self._watched
             for parameter in filter(lambda one: one.requires_grad, gathered):
-                parameter.register_post_accumulate_grad_hook(self._finish)
+                parameter.register_post_accumulate_grad_hook(while_alive(self._finish))
             self._watched |= gathered
             at_end_of_backward(partial(register_shards, groups))
         return result

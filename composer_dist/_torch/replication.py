@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import nn
@@ -45,6 +47,13 @@ class InPlaceDDP(DistributedDataParallel):
 
     Like DDP's own forward, the hooks call `_pre_forward` and `_post_forward`. Since torch 2.0.
     """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        # The end of a gloo group waits for its threads, which may wait for the interpreter. The group's own
+        # destructor lets them have it, the reducer's does not: so the reducer must not be the last holder.
+        for holder in (self.reducer, self.logger):
+            finalize(holder, partial(id, self.process_group))
 
     def before_forward(self) -> None:
         """Called when a forward starts."""

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch.distributed import utils
@@ -76,6 +77,21 @@ def accumulated_gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]
 def hooks_by_id(tensor: torch.Tensor) -> Sequence[dict[int, Callable[..., Any]]]:
     """The hooks of both kinds, as autograd reads them, by the `id` of their handles. Since torch 2.1."""
     return tensor._backward_hooks or {}, getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+
+
+def while_alive(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A hook that calls a method while its object is alive.
+
+    Python finds no cycles that go through the hooks of `register_post_accumulate_grad_hook`, or through the
+    parameters of DDP's reducer: a model that they hold would stay in memory.
+    """
+    found = WeakMethod(method)
+
+    def hook(tensor: torch.Tensor) -> None:
+        if (alive := found()) is not None:
+            alive(tensor)
+
+    return hook
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from composer_dist._torch import clear_dtensor_caches
+from composer_dist.distributed.mesh.mesh import forget_meshes
 
 Setup = Literal["group", "environment", "nothing"]
 
@@ -200,5 +201,6 @@ def _tear_down() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     clear_dtensor_caches()
+    forget_meshes()
     gc.collect()
     gc.freeze()  # what is left are imports and caches that stay: keeps the next collection short

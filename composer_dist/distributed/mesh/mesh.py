@@ -185,3 +185,8 @@ def sampler_kwargs(mesh: DeviceMesh) -> dict[str, int]:
         ParallelismValueError: a mesh in which data and context parallelism are flattened to one dimension.
     """
     return Mesh(mesh).sampler_kwargs()
+
+
+def forget_meshes() -> None:
+    """Drop what `Mesh.of` keeps, which holds the meshes' process groups."""
+    _recent.clear()

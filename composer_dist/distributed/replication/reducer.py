@@ -221,8 +221,9 @@ class _Reducer(_torch.InPlaceDDP):
         self._backward, self._is_ready, self._averages = -1, False, False
         self._missed: frozenset[nn.Parameter] = frozenset()
         """What the reducer still waited for when the current backward began."""
+        saw = _torch.while_alive(self._saw)
         self._handles: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(self._saw) for parameter in trainable.values()
+            parameter.register_post_accumulate_grad_hook(saw) for parameter in trainable.values()
         ]
         self._hooks = GradientHooks(self, averaged, self._handles)
 

@@ -102,7 +102,7 @@ class PlainGradientAveraging:
         for parameter in self._names:
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked.add(parameter)
-                hook = parameter.register_post_accumulate_grad_hook(self._saw)
+                hook = parameter.register_post_accumulate_grad_hook(_torch.while_alive(self._saw))
                 self._handles.append(hook)
 
     def _check_of(self, optimizer: Optimizer) -> Check[PlainGradientAveraging] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class GradientHooks:
             ):
                 for key, hook in hooks.items():
                     if key not in own and not isinstance(hook, _Postponed):
-                        hooks[key] = _Postponed(hook, partial(run, name, hook))
+                        hooks[key] = _Postponed(hook, partial(_run, WeakMethod(run), name, hook))
 
     def release(self) -> None:
         """Give the hooks back to autograd."""
@@ -148,6 +148,12 @@ class _Postponed:
 
     def __call__(self, tensor: Tensor) -> Any:
         return self._run(tensor)
+
+
+def _run(method: WeakMethod[Callable[..., Any]], name: str, hook: Hook, tensor: Tensor) -> Any:
+    """Postpone a hook while the model exists, which a reducer's hold on the parameter must not prolong."""
+    postpone = method()
+    return hook(tensor) if postpone is None else postpone(name, hook, tensor)
 
 
 def _postponed(hooks: Mapping[int, Hook]) -> list[Hook]:

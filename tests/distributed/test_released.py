@@ -1,0 +1,43 @@
+"""What a prepared model took is given back when the model is dropped: no cycle holds it that Python cannot find."""
+
+import gc
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import nn
+
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.rule import Rule
+from composer_dist.distributed import parallelize_model
+from tests.kit.meshes import ddp
+from tests.kit.world import on_ranks
+
+WAYS: dict[str, Any] = {
+    "fsdp": {},
+    "hsdp": {"mesh": MeshConfig(dp_replicate=2)},
+    "whole parameters in fsdp": {"rules": [Rule("0", shard=False)]},
+    "ddp": ddp(),
+}
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_a_model_that_is_dropped_is_freed(way: str, hooked: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if hooked:
+        for parameter in model[0].parameters():
+            parameter.register_post_accumulate_grad_hook(lambda one: None)
+    parallelize_model(model, WAYS[way], optimizer=optimizer)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before, parameter = ref(model), model[0].weight
+    del model, optimizer
+    gc.collect()
+    assert before() is None
+    parameter.sum().backward()  # its hooks are harmless
