@@ -65,6 +65,8 @@ FEATURES = {
     "torch._utils.ExceptionWrapper": "a StopIteration of a dataset in a worker is an error",
     "torch.utils.data._utils.fetch._MapDatasetFetcher": "a StopIteration of a dataset is an error",
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": "a second process group in one process",
+    "torch.distributed.tensor._redistribute._gen_transform_infos": "no thread is left of a process group",
+    "torch.distributed.tensor._redistribute.clear_redistribute_planner_cache": "the same",
 }
 
 

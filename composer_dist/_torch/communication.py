@@ -96,16 +96,20 @@ def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
 
 
 def clear_dtensor_caches() -> None:
-    """Clear the meshes in the caches of DTensor's sharding propagation; called on `destroy`.
+    """Clear the meshes in the caches of DTensor; called on `destroy`.
 
     The caches compare meshes without their groups, and return the first equal mesh. After
     `destroy_process_group` and a new `init_process_group`, the groups of an equal mesh have other names, so
     the first redistribution would fail or communicate with the wrong ranks. Torch's own tests call this for
-    the same reason. Since torch 2.11 it also clears the C++ cache.
+    the same reason. Since torch 2.11 it also clears the C++ cache. Two more hold meshes, whose groups'
+    threads would go on.
     """
+    from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()
+    clear_redistribute_planner_cache()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a prepared model took is given back when the model is dropped: no cycle holds it that Python cannot find."""
+"""A model that is dropped is freed: no cycle holds it that Python cannot find."""
 
 import gc
 from typing import Any
