@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from composer_dist.distributed.training.average_gradients import groups_of
 from composer_dist.distributed.training.clipping import clip_grad_norm, local_gradient
 from composer_dist.distributed.verification.around import seeded
 from composer_dist.distributed.verification.result import Findings, measure
+from composer_dist.distributed.verification.sequences import Sequences
 from composer_dist.structure.structure import read_structure
 from composer_dist.tensors.inner import dense
 from composer_dist.tensors.nested import tensors_in
@@ -48,8 +49,17 @@ class Observed:
     """The lowest precision of a module's output."""
 
 
-def trace(model: nn.Module, batch: Any, loss: Loss | None) -> Observed:
-    """Run forward and backward with fixed random numbers; the gradients are in `.grad`."""
+def trace(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss | None,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Observed:
+    """Run forward and backward with fixed random numbers; the gradients are in `.grad`.
+
+    Args:
+        around: entered for the forward.
+    """
     found = Observed(torch.empty(0), [])
     mesh = prepared.prepared_mesh(model)
     with ExitStack() as stack:
@@ -58,11 +68,12 @@ def trace(model: nn.Module, batch: Any, loss: Loss | None) -> Observed:
             if mesh is not None and mesh.cp is not None:
                 batch = stack.enter_context(context_parallel(model, batch))
             hooks.enter_context(_watched(model, found))
+            hooks.enter_context(around())
             outputs = call(model, batch)
             total = total_loss(model, outputs, batch, loss)
         total.backward()
     found.loss = _plain(total).double().cpu()
-    found.outputs = [_plain(one) for one in tensors_in(outputs) if one.is_floating_point()]
+    found.outputs = [_plain(one).detach() for one in tensors_in(outputs) if one.is_floating_point()]
     return found
 
 
@@ -129,17 +140,22 @@ def _sampled(tensor: Tensor) -> tuple[tuple[int, ...], Tensor, bool]:
     return tuple(tensor.shape), flat[::step].to("cpu", copy=True), bool(flat.isfinite().all())
 
 
-def compare_traces(found: Observed, expected: Observed, mesh: Mesh | None, findings: Findings) -> float:
+def compare_traces(
+    found: Observed, expected: Observed, mesh: Mesh | None, sequences: Sequences, findings: Findings
+) -> float:
     """Compare modules, outputs and losses, and return the tolerance.
 
-    Outputs of other shapes are parts where tensor parallelism cuts activations; context parallelism cuts all.
+    What modules return inside of a model that is cut may be a part, which is not compared.
     """
     lowest = max(found.dtype, expected.dtype, key=lambda one: torch.finfo(one).eps)
     tolerance = tolerance_of(lowest)
     if mesh is None or mesh.cp is None:
-        _compare_outputs(found, expected, tolerance, mesh is not None and mesh.tp is not None, findings)
-    else:
-        findings.notes.append("outputs, of which each rank of a sequence has its part")
+        _compare_modules(found, expected, tolerance, mesh is not None and mesh.tp is not None, findings)
+    if len(found.outputs) != len(expected.outputs):
+        findings.wrong("output", "", f"has {len(found.outputs)} tensors, not {len(expected.outputs)}")
+    for index, (one, other) in enumerate(zip(found.outputs, expected.outputs, strict=False)):
+        whole = sequences.output(one, other.shape)
+        findings.compare("output", str(index), one if whole is None else whole, other, tolerance)
     findings.compare("loss", "", averaged(found.loss, mesh), averaged(expected.loss, mesh), tolerance)
     return tolerance
 
@@ -149,7 +165,7 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return TOLERANCE.get(dtype, _LOWEST)
 
 
-def _compare_outputs(
+def _compare_modules(
     found: Observed, expected: Observed, tolerance: float, cut: bool, findings: Findings
 ) -> None:
     for number, (key, (shape, sample, finite)) in enumerate(found.modules.items()):
@@ -161,11 +177,6 @@ def _compare_outputs(
         if differs or (other[2] and not finite):
             findings.modules.append((number, key[0]))
             break
-    if len(found.outputs) != len(expected.outputs):
-        findings.wrong("output", "", f"has {len(found.outputs)} tensors, not {len(expected.outputs)}")
-    for index, (one, other_one) in enumerate(zip(found.outputs, expected.outputs, strict=False)):
-        if not cut or one.shape == other_one.shape:
-            findings.compare("output", str(index), one, other_one, tolerance)
 
 
 def averaged(tensor: Tensor, mesh: Mesh | None) -> Tensor:
@@ -179,40 +190,42 @@ def averaged(tensor: Tensor, mesh: Mesh | None) -> Tensor:
     return mean
 
 
-def compare_gradients(
-    model: nn.Module, reference: nn.Module, mesh: Mesh | None, tolerance: float, findings: Findings
-) -> None:
-    """Compare every gradient, and the norm of all, with the mean of the reference's over the ranks."""
-    plan = getattr(prepared.of(model), "plan", None)
-    ignored = set(plan.replication.ignored) if plan and plan.replication else set()
-    wanted = {name: p for name, p in read_parameters(reference).items() if p.requires_grad}
-    parameters = {name: p for name, p in named_parameters_canonical(model) if p.requires_grad}
-    gradients: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        local_gradient(parameter)  # a partial sum becomes whole
-        if parameter.grad is not None:
-            gradients[name] = parameter.grad
-    expected = {
-        name: p.grad if p.grad is not None else torch.zeros_like(p)
-        for name, p in wanted.items()
-        if name in parameters
-    }
-    expected = {name: one if name in ignored else averaged(one, mesh) for name, one in expected.items()}
-    kept = [one for name, one in expected.items() if name not in ignored]
-    total = math.sqrt(sum(float(one.double().square().sum()) for one in kept))
-    count = max(sum(one.numel() for one in kept), 1)
-    rounding = (
-        1.0 if tolerance > TOLERANCE[torch.float32] else 0.1
-    )  # what is 0 but for rounding is a part of it
-    norm = float(clip_grad_norm([parameters[name] for name in parameters if name not in ignored], math.inf))
-    found = dict(full_tensors(gradients, everywhere=True))
-    for name, one in expected.items():
-        here = found.pop(name, None)
-        if here is None:
-            here = torch.zeros_like(one)
-        least = rounding * total * math.sqrt(one.numel() / count)
-        findings.compare("gradient", name, here, one.to(here.device), tolerance, least)
-    findings.compare("gradient norm", "", torch.tensor(norm), torch.tensor(total), tolerance)
+class Gradients:
+    """The gradients of a prepared model after its backward, compared part by part; each is a collective."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh | None, tolerance: float, findings: Findings) -> None:
+        plan = getattr(prepared.of(model), "plan", None)
+        self._ignored = set(plan.replication.ignored) if plan and plan.replication else set()
+        self._parameters = {name: p for name, p in named_parameters_canonical(model) if p.requires_grad}
+        for parameter in self._parameters.values():
+            local_gradient(parameter)  # a partial sum becomes whole
+        kept = [one for name, one in self._parameters.items() if name not in self._ignored]
+        self._norm, self._count = float(clip_grad_norm(kept, math.inf)), sum(one.numel() for one in kept)
+        self._squares = 0.0
+        self._mesh, self.tolerance, self.findings = mesh, tolerance, findings
+
+    def compare(self, expected: Mapping[str, Tensor | None]) -> None:
+        """Compare with this rank's of an unsharded model, of which the mean over the ranks is right."""
+        names = [name for name in expected if name in self._parameters]
+        here = {name: p.grad for name in names if (p := self._parameters[name]).grad is not None}
+        found = dict(full_tensors(here, everywhere=True))
+        rounding = 1.0 if self.tolerance > TOLERANCE[torch.float32] else 0.1  # of what is 0 but for rounding
+        norm = self._norm if math.isfinite(self._norm) else 0.0
+        for name in names:
+            given, parameter = expected[name], self._parameters[name]
+            one = torch.zeros(parameter.shape, device=parameter.device) if given is None else given
+            if name not in self._ignored:
+                one = averaged(one, self._mesh)
+                self._squares += float(one.double().square().sum())
+            mine = found.pop(name, None)
+            mine = torch.zeros_like(one) if mine is None else mine
+            least = rounding * norm * math.sqrt(one.numel() / max(self._count, 1))
+            self.findings.compare("gradient", name, mine, one.to(mine.device), self.tolerance, least)
+
+    def compare_norm(self) -> None:
+        """Compare the norm of all gradients, after the gradients."""
+        norm, expected = torch.tensor(self._norm), torch.tensor(math.sqrt(self._squares))
+        self.findings.compare("gradient norm", "", norm, expected, self.tolerance)
 
 
 def read_parameters(model: nn.Module) -> dict[str, Tensor]:

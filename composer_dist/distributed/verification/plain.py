@@ -2,10 +2,11 @@
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,21 +25,26 @@ _LEFT_OUT = False
 _COMPOSABLE = "__composable_api_state_key"  # under which torch keeps the state of fully_shard and replicate
 
 
-def plain_copy(model: nn.Module) -> nn.Module:
-    """An unsharded copy of `model`, or of a part of it, on this rank; a collective.
+def plain_copy(model: nn.Module, name: str = "", without: Sequence[str] = ()) -> nn.Module:
+    """An unsharded copy of a module of `model`, by default of all of it, on this rank; a collective.
 
     Parameters are gathered one after the other. Hooks, methods and forwards that this library and
     torch.distributed have added are left out; those of the caller's are kept. The numbers of heads and
     features that tensor parallelism has divided are those of the whole model.
+
+    Args:
+        without: names of modules whose parameters and buffers are on the meta device in the copy.
     """
     prepared.reshard(model)
+    plan, model = getattr(prepared.of(model), "plan", None), read_structure(model).modules[name]
     structure = read_structure(model)
     memo: dict[int, Any] = {}
     for held in structure.tensors.values():
+        left = all(any(one.startswith(f"{outer}.") for outer in without) for one in held.info.names)
         for place in held.places:
             tensor = place.get()
             if id(tensor) not in memo:
-                memo[id(tensor)] = _whole(tensor)
+                memo[id(tensor)] = _whole(tensor, left)
     modules = list(model.modules())
     kept: dict[nn.Module, dict[str, Any]] = {}
     for module in modules:
@@ -55,16 +61,20 @@ def plain_copy(model: nn.Module) -> nn.Module:
         copied = copy.deepcopy(model, memo)
     for module in modules:
         _finish(module, memo[id(module)], kept[module], memo)
-    plan = getattr(prepared.of(model), "plan", None)
     if plan is not None and plan.tensor_parallel is not None:
-        inside = read_structure(copied).modules
+        inside, above = read_structure(copied).modules, f"{name}." if name else ""
         for one in plan.tensor_parallel.divisions:
-            setattr(_torch.unwrapped(inside[one.module]), one.attribute, one.before)
+            if one.module == name or one.module.startswith(above):
+                module = inside[one.module.removeprefix(above) if one.module != name else ""]
+                setattr(_torch.unwrapped(module), one.attribute, one.before)
     return copied
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    value = tensor.detach().clone() if tensor.is_meta else gather(tensor)
+def _whole(tensor: Tensor, left: bool) -> Tensor:
+    if left:
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    else:
+        value = tensor.detach().clone() if tensor.is_meta else gather(tensor)
     if not isinstance(tensor, nn.Parameter):
         return value
     return nn.Parameter(value, requires_grad=tensor.requires_grad)

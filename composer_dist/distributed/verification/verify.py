@@ -17,13 +17,15 @@ from composer_dist.distributed.replication.reducer import replica_of
 from composer_dist.distributed.verification import replicas
 from composer_dist.distributed.verification.around import as_before
 from composer_dist.distributed.verification.compare import (
-    compare_gradients,
+    Gradients,
     compare_traces,
     compare_weights,
+    read_parameters,
     trace,
 )
 from composer_dist.distributed.verification.plain import plain_copy
 from composer_dist.distributed.verification.result import Findings, Verification, joined, unpacked
+from composer_dist.distributed.verification.sequences import Sequences
 from composer_dist.distributed.verification.trial import check_groups, check_step
 from composer_dist.distributed.verification.units import compare_units, fits
 from composer_dist.errors import ParallelismValueError
@@ -60,8 +62,11 @@ def verify_model(
 
     Afterwards the model, its gradients, buffers, `training` flags and hooks, the optimizers and all random
     states are as before. Call it between steps. Each rank needs memory for the unsharded model with its
-    gradients. Where a rank has less, and no reference is given, units are copied one after the other, and
-    only the outputs that each has for its inputs are compared, in evaluation mode.
+    gradients. Where a rank has less, and no reference is given, the prepared model runs first, in evaluation
+    mode. Then its units, or its repeated blocks, are copied one after the other: each computes with what the
+    prepared one got, and its outputs, the gradients of its inputs and those of its parameters are compared.
+    The rest of the model runs with what the prepared units returned; its inputs to them, the loss and its
+    gradients are compared too.
 
     Args:
         model: prepared by `parallelize_model`.
@@ -106,7 +111,7 @@ def verify_model(
     else:
         mine = _share(model, batch, mesh, agreement)
         if reference is None and not agreement.reach("the memory", fits(structure, agreement.ranks), all):
-            compare_units(model, mine, found)
+            compare_units(model, mine, loss, mesh, found)
         else:
             _run_both(model, reference or plain_copy(model), mine, loss, mesh, found)
     ranks = agreement.ranks
@@ -120,8 +125,10 @@ def _run_both(
     with as_before(model), as_before(reference), _same_modes(model, reference, quiet), torch.enable_grad():
         expected = trace(reference, batch, loss)
         got = trace(model, batch, loss)
-        tolerance = compare_traces(got, expected, mesh, found)
-        compare_gradients(model, reference, mesh, tolerance, found)
+        tolerance = compare_traces(got, expected, mesh, Sequences.of(model, batch, mesh), found)
+        gradients = Gradients(model, mesh, tolerance, found)
+        gradients.compare({name: p.grad for name, p in read_parameters(reference).items() if p.requires_grad})
+        gradients.compare_norm()
 
 
 @contextmanager
