@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakMethod
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,36 +20,53 @@ class TracedGroup(dist.ProcessGroup):
 
     def __init__(self, name: str, ranks: int, rank: int, note: Note) -> None:
         super().__init__(rank, ranks)  # type: ignore[call-arg]
-        self._name, self._note = name, note
+        self._name, self._noting = name, WeakMethod(note)
 
     @property
     def group_name(self) -> Any:
         """The mesh dimension."""
         return self._name
 
+    def _note(self, collective: str, nbytes: int) -> None:
+        if note := self._noting():
+            note(collective, self._name, nbytes)
+
     def allreduce(self, *args: Any, **kwargs: Any) -> Any:
         """Note an all-reduce."""
-        self._note("all_reduce", self._name, sum(one.nbytes for one in args[0]))
+        self._note("all_reduce", sum(one.nbytes for one in args[0]))
 
     def all_gather_single(self, output: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Note an all-gather."""
-        self._note("all_gather", self._name, output.nbytes)
+        self._note("all_gather", output.nbytes)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, *args: Any) -> Any:
         """Note a reduce-scatter."""
-        self._note("reduce_scatter", self._name, given.nbytes)
+        self._note("reduce_scatter", given.nbytes)
 
     _allgather_base: Any = all_gather_single  # before torch 2.13
     _reduce_scatter_base: Any = reduce_scatter_single
 
 
 class TracedMesh(DeviceMesh):
-    """One dimension of a mesh, as one rank of it sees it; it has no processes. Since torch 2.9."""
+    """One dimension of a mesh, as one rank of it sees it; it has no processes. Since torch 2.9.
+
+    No other mesh is equal to it. DTensor's caches keep meshes, and would return one with processes for an
+    equal one without, or the other way round.
+
+    Args:
+        note: a method; it is not kept alive.
+    """
 
     def __init__(self, name: str, ranks: int, rank: int, note: Note) -> None:
         names = (name,)
         super().__init__("cpu", list(range(ranks)), mesh_dim_names=names, _init_backend=False, _rank=rank)
         self._group = TracedGroup(name, ranks, rank, note)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
         """The group that sends nothing."""

@@ -143,7 +143,9 @@ class Allocations(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(one, DTensor) for one in types):
-            return NotImplemented  # it calls operators on its part
+            # DTensor looks up how to split the result, with tensors of its own, which do not count.
+            func(*args, **(kwargs or {}))
+            return NotImplemented  # now it calls operators on its part
         made = self._unvalued(func, args, kwargs or {})
         if self._record is not None and (work := work_of(func, args, kwargs or {}, made)) is not None:
             self._record.compute(work)

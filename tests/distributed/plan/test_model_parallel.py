@@ -36,6 +36,15 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, use_cache=False))
 
 
+def capped() -> Any:
+    """Its logits are divided, and go through a tanh, which DTensor computes where they are cut."""
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 500}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, **heads, use_cache=False))
+
+
 BOTH = TPConfig(sequence_parallel=True, loss_parallel=True)
 WAYS: dict[str, tuple[int, Callable[[], ParallelismConfig]]] = {
     "tp": (2, lambda: config(TPConfig(), mesh={"tp": 2})),
@@ -55,7 +64,10 @@ WAYS: dict[str, tuple[int, Callable[[], ParallelismConfig]]] = {
 @pytest.mark.promise(111, 112)
 @pytest.mark.parametrize(
     ("way", "make"),
-    [*((way, llama) for way in WAYS), ("sequence", pretrained_gpt2), ("cp x tp", pretrained_gpt2)],
+    [
+        *((way, llama) for way in WAYS),
+        *(("sequence", pretrained_gpt2), ("cp x tp", pretrained_gpt2), ("loss", capped)),
+    ],
 )
 @on_ranks(lambda way, make: WAYS[way][0])
 def test_a_rank_allocates_and_sends_what_the_plan_says(way: str, make: Callable[[], Any]) -> None:
