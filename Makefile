@@ -77,7 +77,7 @@ bench: $(VENV)/.dev
 	done
 
 accuracy: $(VENV)/.dev
-	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/accuracy.py > $(VENV)/accuracy.md
+	$(BIN)/python -m benchmarks.accuracy > $(VENV)/accuracy.md
 	mv $(VENV)/accuracy.md docs/accuracy.md
 
 docs: $(VENV)/.docs

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -36,6 +37,23 @@ class Collectives(TorchDispatchMode):
             if (group := _torch.group_of_collective(func, args)) is not None:
                 self.sent.append(_sent(func, args, group.size()))
         return func(*args, **(kwargs or {}))
+
+
+class InTurn(TorchDispatchMode):
+    """Has each collective end before the next operation, and gloo's thread let go of its tensors.
+
+    Otherwise that thread frees them at any time later. It takes one piece of work after another, so it has
+    dropped one when it has done the next. Needs groups with one thread each, as `world` makes them.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d" and (group := _torch.group_of_collective(func, args)) is not None:
+            for work in result if isinstance(result, tuple) else (result,):
+                if hasattr(work, "wait"):
+                    work.wait()
+            group.allreduce([torch.zeros(1)]).wait()
+        return result
 
 
 KINDS = {
@@ -88,11 +106,7 @@ def profiled(function: Any) -> int:
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     probe, freed, *events = sorted(events, key=lambda event: event.start_ns())
     assert (probe.nbytes(), freed.nbytes()) == (64, -64), "the profiler has measured nothing"
-    alive = peak = 0
-    for event in events:
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak
+    return max(accumulate((event.nbytes() for event in events), initial=0))
 
 
 @contextmanager

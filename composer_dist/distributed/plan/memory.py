@@ -167,7 +167,8 @@ def _step(optimizer: Optimizer | type[Optimizer], structure: Structure, rank: Ra
     parts = [one for group in groups for one in group["params"]]
     with storages_made([*state, *parts, *(one.grad for one in parts if one.grad is not None)]) as most:
         twin.step()
-    return sum(one.nbytes for one in state), most()
+    fused = all(group.get("fused") for group in optimizer.param_groups)  # has no temporary tensors
+    return sum(one.nbytes for one in state), 0 if fused else most()
 
 
 def _part(rank: Rank, name: str) -> nn.Parameter:

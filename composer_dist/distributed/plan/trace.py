@@ -141,7 +141,7 @@ def trace_step(structure: Structure, plan: Decisions, run: Run, rank: Rank) -> l
         finally:
             for module in copied.modules.values():
                 _torch.forget_changes(module)
-    return record.events
+    return [*record.events]  # without the frees of this function's end: gradients live on
 
 
 def run_of(batch: Any, loss: Loss | None) -> Run:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from composer_dist.config.fully_shard import FSDP2Config
@@ -14,11 +13,11 @@ from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.rule import Rule
-from composer_dist.distributed import parallelize_model, plan_parallelism
+from composer_dist.distributed import plan_parallelism
 from composer_dist.distributed.plan.topology import Algorithm, Topology
 from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import fails
-from tests.kit.measure import Collectives
+from tests.kit.estimates import planned_and_real_traffic
 from tests.kit.models import VOCABULARY, B
 from tests.kit.world import on_ranks
 
@@ -44,26 +43,9 @@ class Buffered(B):
 def planned_and_sent(
     make: Callable[[], nn.Module], config: ParallelismConfig, precision: str | None = None
 ) -> tuple[Counter[Any], Counter[Any]]:
-    """What a plan says about a step, and what the third step of a real model sends: ranks and bytes."""
-    with torch.device("meta"):
-        alone = make()
-    plan = plan_parallelism(alone, config, world_size=dist.get_world_size(), precision=precision)
-    planned: Counter[Any] = Counter()
+    """Of a step with the same tokens on all ranks, whose loss is the mean of the outputs."""
     tokens = torch.ones(4, 16, dtype=torch.long)
-    for row in plan.communication(tokens, rank=dist.get_rank()):
-        planned[row.collective, row.ranks] += row.bytes
-        planned[row.collective, row.ranks, "count"] += row.count
-    real: Any = make()
-    parallelize_model(real, config, precision=precision)
-    sent: Counter[Any] = Counter()
-    for _ in range(3):
-        with Collectives() as found:
-            real(tokens).mean().backward()
-        real.zero_grad()
-    for collective, ranks, nbytes in found.sent:
-        sent[collective, ranks] += nbytes
-        sent[collective, ranks, "count"] += 1
-    return planned, sent
+    return planned_and_real_traffic(make, tokens, lambda model: model(tokens).mean(), config, precision)
 
 
 SHARDED: dict[str, Callable[[], ParallelismConfig]] = {

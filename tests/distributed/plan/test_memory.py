@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.mesh import MeshConfig
@@ -20,12 +19,12 @@ from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import parallelize_model, plan_parallelism
 from composer_dist.distributed.feature_plan import StepEvent
 from composer_dist.distributed.plan import trace
-from composer_dist.distributed.plan.memory import rank_of
+from composer_dist.distributed.plan.memory import held_memory, rank_of
 from composer_dist.distributed.plan.trace import trace_step
 from composer_dist.distributed.sharding.memory import UnitMemory, UnitSizes
-from composer_dist.distributed.steps import collector_paused
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.kit.compare import fails
+from tests.kit.estimates import planned_and_real_peak
 from tests.kit.huggingface import llama
 from tests.kit.world import on_ranks
 
@@ -104,45 +103,25 @@ def _model() -> Any:
 @pytest.mark.parametrize("recomputed", [None, "composable", "selective"])
 @on_ranks(2)
 def test_the_peak_of_a_step_is_that_of_a_real_one(precision: str | None, recomputed: str | None) -> None:
-    """Of every allocation of torch on the CPU, gloo's buffers included, which its thread may free late."""
+    """Of every allocation of torch on the CPU, gloo's buffers included."""
     for config in (
         ParallelismConfig(activation_checkpointing=recomputed, check_order=False),
         ParallelismConfig(activation_checkpointing=recomputed, ddp=DDPConfig()),
     ):
-        torch.manual_seed(0)
-        model = _model()
-        optimizer = torch.optim.AdamW(model.parameters())
-        with torch.device("meta"):
-            alone = _model()
-        plan = plan_parallelism(
-            alone, config, world_size=2, optimizer=torch.optim.AdamW(alone.parameters()), precision=precision
-        )
-        estimate = plan.memory((4, 64))
-        parallelize_model(model, config, optimizer, precision)
-        batch = torch.ones(4, 64, dtype=torch.long)
-        peaks = []
-        for _ in range(4):
-            with collector_paused(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-                outputs = model(input_ids=batch, labels=batch, use_cache=False)
-                outputs.loss.backward()
-                del outputs
-                optimizer.step()
-                optimizer.zero_grad()
-            peaks.append(_peak(seen))
-        always = estimate.parameters + estimate.padding + estimate.optimizer + estimate.buffers
-        always += estimate.gradients if config.ddp else 0  # DDP's buckets
-        late = estimate.communication  # of gloo's thread, where the machine is busy
-        assert 0.98 * estimate.peak <= min(peaks) + always <= 1.02 * estimate.peak + late
+        estimate, real = planned_and_real_peak(_model, (4, 64), config, precision)
+        assert 0.98 * real <= estimate.peak <= 1.02 * real
         assert sum(estimate.at_peak.values()) == estimate.peak
 
 
-def _peak(seen: Any) -> int:
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
+def test_a_fused_step_has_no_temporary_tensors() -> None:
+    """AdamW of a weight (3, 4), unless fused: two tensors of 48 bytes at a time."""
+    for fused, nbytes in ((True, 0), (False, 96)):
+        model = nn.Linear(4, 3, bias=False)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+        plan = plan_parallelism(model, FSDP2Config(), world_size=1, optimizer=optimizer)
+        assert plan.subject is not None
+        here = rank_of(plan, plan.subject.structure, 0)
+        assert held_memory(plan, plan.subject, here)[1] == nbytes
 
 
 def test_units_gather_free_and_reduce_in_the_order_of_fsdp2() -> None:
