@@ -49,7 +49,7 @@ def seeded() -> Iterator[None]:
     """Inside, random numbers are the same each time; all generators are restored at the end."""
     numpy: Any = sys.modules.get("numpy")
     states = random.getstate(), numpy.random.get_state() if numpy else None
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     devices = [] if device is None else [torch.accelerator.current_device_index()]
     kind = "cuda" if device is None else device.type
     with torch.random.fork_rng(devices, device_type=kind):
