@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import parallelize_model, verify_model
 from composer_dist.distributed.prepared import named_parameters_canonical
 from tests.kit import huggingface
@@ -32,8 +33,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = 
 def cases() -> list[Any]:
     quick = [("fsdp2", "tied"), ("ddp", "norms and buffers"), ("fsdp2", "lora"), ("tp", "llama")]
     quick += [("hsdp", "tied"), ("plain", "dropout"), ("ddp", "dropout"), ("cp", "llama")]
+    quick += [("fsdp_tp", "llama"), ("compiled", "llama"), ("tp", "lora")]
     found = []
-    for mesh, (ranks, config) in MESHES.items():
+    compiled = ParallelismConfig(compile={"backend": "aot_eager"})
+    for mesh, (ranks, config) in (MESHES | {"compiled": (2, compiled)}).items():
         for name in MODELS:
             cut = any(word in mesh for word in ("tp", "cp"))
             if (cut and name in ("tied", "norms and buffers")) or ("cp" in mesh and name == "dropout"):

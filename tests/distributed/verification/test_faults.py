@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import Verification, parallelize_model, verify_model
@@ -72,6 +73,51 @@ def test_a_changed_shard_is_named_beside_a_reference() -> None:
     assert found.first_module == "head"
 
 
+@pytest.mark.parametrize("mesh", ["ddp", "tp", "cp"])
+@on_ranks(2)
+def test_one_bit_of_one_replica(mesh: str) -> None:
+    """Under tensor and context parallelism, of what the ranks of a replica hold in common."""
+    model, _, optimizer = prepared(mesh)
+    if mesh == "cp":  # FSDP2 shards over these ranks; buffers are whole
+        model.register_buffer("table", torch.ones(3))
+    tensor = model.table if mesh == "cp" else dict(named_parameters_canonical(model))["norm.weight"]
+    if dist.get_rank() == 1:
+        tensor.numpy(force=True).view("uint8")[0] ^= 1
+    found = verify_model(model, optimizer=optimizer)
+    kind, name = ("buffer", "table") if mesh == "cp" else ("parameter", "norm.weight")
+    assert rows(found) == [(f"replica's {kind}", name, ())]
+
+
+@on_ranks(4)
+def test_one_bit_of_one_replica_among_shards() -> None:
+    model, _, optimizer = prepared("hsdp")
+    parameter = dict(named_parameters_canonical(model))["layers.0.mlp.0.weight"]
+    if dist.get_rank() == 3:
+        local_part(parameter).numpy(force=True).view("uint8")[0, 0] ^= 1
+    found = verify_model(model, optimizer=optimizer)
+    assert rows(found) == [("replica's parameter", "layers.0.mlp.0.weight", ())]
+    assert "ranks 1, 3 hold different values" in found.differences[0].detail
+
+
+@pytest.mark.parametrize("mesh", ["fsdp2", "ddp", "tp"])
+@on_ranks(2)
+def test_a_wrong_scale_of_the_gradients(mesh: str) -> None:
+    """As of an average that sums, or of a loss that is divided twice: outputs and the loss are right."""
+    model, reference, _ = prepared(mesh)
+    for one in model.modules() if mesh == "fsdp2" else ():
+        if isinstance(one, FSDPModule):
+            one.set_gradient_divide_factor(1.0)
+    for parameter in model.parameters() if mesh != "fsdp2" else ():
+        parameter.register_hook(lambda gradient: gradient * 2)
+    found = verify_model(model, reference, token_batch())
+    names = {name for kind, name, _ in rows(found) if kind == "gradient"}
+    assert names == {name for name, _ in reference.named_parameters() if not name.endswith("k_proj.bias")}
+    assert {one.what for one in found.differences} == {"gradient", "gradient norm"}
+    norm = next(one for one in found.differences if one.what == "gradient norm")
+    assert norm.relative == pytest.approx(1.0, rel=1e-4)
+    assert found.first_module is None
+
+
 @on_ranks(2)
 def test_a_stale_tie() -> None:
     model, _, _ = prepared("ddp", lambda: B(tied=True))
@@ -125,6 +171,10 @@ def test_a_wrong_buffer() -> None:
     if dist.get_rank() == 1:
         model.table[2] = 7
     assert rows(verify_model(model)) == [("replica's buffer", "table", ())]
+    model.table[2] = torch.nan
+    found = verify_model(model)
+    assert rows(found) == [("value", "table", ())]
+    assert found.differences[0].detail == "holds nan"
 
 
 @on_ranks(2)
