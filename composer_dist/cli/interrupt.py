@@ -20,12 +20,13 @@ class CtrlC:
 
     Args:
         quiet: print nothing, because another process does.
+        command: what is running, for the text.
         at_once: end the process, because nothing is open yet; packages that are being imported would swallow
             a KeyboardInterrupt.
     """
 
-    def __init__(self, quiet: bool = False, at_once: bool = False) -> None:
-        self._quiet = quiet
+    def __init__(self, quiet: bool = False, at_once: bool = False, command: str = "train") -> None:
+        self._quiet, self._command = quiet, command
         self.at_once = at_once
         self._before: Any = None
         self.received = False
@@ -45,12 +46,13 @@ class CtrlC:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         self.received = True
         if not self._quiet:
-            tell()
+            tell(self._command)
         if self.at_once:
             os._exit(EXIT_STATUS)
         raise KeyboardInterrupt
 
 
-def tell() -> None:
+def tell(command: str) -> None:
     """Print the message without Python's buffers, because the signal may have interrupted a write to one."""
-    os.write(2, TOLD.encode())
+    told = TOLD if command == "train" else f"\ncomposer-dist {command}: interrupted.\n"
+    os.write(2, told.encode())

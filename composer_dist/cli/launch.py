@@ -29,12 +29,15 @@ _ABOVE, _NOTHING = "; its output is above.", "; it printed nothing to its log."
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-def launch_local(processes: int, command: Sequence[str]) -> int:
+def launch_local(processes: int, command: Sequence[str], name: str = "train") -> int:
     """Runs `python command...` as `processes` ranks of one world; when one fails the others are terminated.
 
     Rank 0 prints to this terminal. The others print to files; that of the first to fail is shown.
     SIGTERM and Ctrl-C are passed on to all of them. A second Ctrl-C ends this process at once, and with it
     those that have called `end_with`.
+
+    Args:
+        name: of the command that is running, for the text after Ctrl-C.
 
     Returns:
         The exit status: 0, that of the first process to fail, or 128 and the signal's number.
@@ -68,7 +71,7 @@ def launch_local(processes: int, command: Sequence[str]) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=others or Std.NONE),
         )
         try:
-            with _interruptible(folder):
+            with _interruptible(folder, name):
                 elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
             rank, failure = _first(error.failures)
@@ -81,7 +84,7 @@ def launch_local(processes: int, command: Sequence[str]) -> int:
 
 
 @contextmanager
-def _interruptible(folder: str) -> Iterator[None]:
+def _interruptible(folder: str, command: str) -> Iterator[None]:
     """Inside, the first Ctrl-C is passed on by the agent; a second one, or a long wait, ends everything."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -93,7 +96,7 @@ def _interruptible(folder: str) -> Iterator[None]:
         signal.signal(signal.SIGINT, at_once)
         signal.signal(signal.SIGALRM, at_once)
         signal.alarm(_CLOSING)
-        interrupt.tell()
+        interrupt.tell(command)
         raise SignalException("Ctrl-C", signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)

@@ -3,10 +3,10 @@
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -36,45 +36,70 @@ Exit status:
 """
 
 
+ConfigFile = Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Values that override the file's.", show_default=False),
+]
+Processes = Annotated[
+    int | None, typer.Option("-n", "--processes", min=1, help="Number of processes to start on this machine.")
+]
+Launched = Annotated[int | None, typer.Option("--launched", hidden=True)]
+
+
 def train(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Values that override the file's.", show_default=False),
-    ] = None,
-    processes: Annotated[
-        int | None,
-        typer.Option("-n", "--processes", min=1, help="Number of processes to start on this machine."),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
+    processes: Processes = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done and exit.")] = False,
-    launched: Annotated[int | None, typer.Option("--launched", hidden=True)] = None,
+    launched: Launched = None,
 ) -> None:
     """Train what a configuration describes."""
-    hush()
-    debug = bool(context.find_root().params.get("debug"))
-    if launched is None:
-        with told(debug):
-            refuse_at_once(config, overrides or [])
+    debug, given = prepare(context, "train", config, overrides, launched)
     if dry_run:
         with told(debug):
-            plan = _plan(config, overrides, processes)
+            plan = _plan(config, given, processes)
         typer.echo(plan)
     elif processes is not None and processes > 1:
-        from composer_dist.cli.launch import launch_local
-
-        refuse_a_launcher_inside_another()
-        with CtrlC(at_once=True):  # until the processes start
-            _announce(config, overrides, processes)
-            command = ["-m", "composer_dist", *(["--debug"] if debug else []), "train", str(config)]
-            command += overrides or []
-            raise typer.Exit(launch_local(processes, [*command, "--launched", str(os.getpid())]))
+        start(processes, "train", config, given, debug, lambda: _announce(config, given, processes))
     else:
         with told(debug, launched) as ctrl_c:
-            _run(config, overrides, launched is not None, ctrl_c)
+            _run(config, given, launched is not None, ctrl_c)
 
 
-def _run(config: Path, overrides: list[str] | None, announced: bool, ctrl_c: CtrlC) -> None:
+def prepare(
+    context: typer.Context, command: str, config: Path, overrides: list[str] | None, launched: int | None
+) -> tuple[bool, list[str]]:
+    """Whether `--debug` was given, and the overrides; ends the command if they are wrong at first sight."""
+    hush()
+    debug, given = bool(context.find_root().params.get("debug")), overrides or []
+    if launched is None:
+        with told(debug, command=command):
+            refuse_at_once(config, given)
+    return debug, given
+
+
+def start(
+    processes: int,
+    command: str,
+    config: Path,
+    given: list[str],
+    debug: bool,
+    announce: Callable[[], None] = lambda: None,
+) -> NoReturn:
+    """Run the command in processes of this machine, and end with their exit status."""
+    from composer_dist.cli.launch import launch_local
+
+    refuse_a_launcher_inside_another()
+    with CtrlC(at_once=True, command=command.split()[0]):  # until the processes start
+        announce()
+        arguments = ["-m", "composer_dist", *(["--debug"] if debug else []), *command.split(), str(config)]
+        arguments += [*given, "--launched", str(os.getpid())]
+        raise typer.Exit(launch_local(processes, arguments, command.split()[0]))
+
+
+def _run(config: Path, overrides: list[str], announced: bool, ctrl_c: CtrlC) -> None:
     """One process of a run."""
     from composer_dist.distributed.ranks.launcher_variables import torchrun_variables
 
@@ -83,7 +108,7 @@ def _run(config: Path, overrides: list[str] | None, announced: bool, ctrl_c: Ctr
         _announce(config, overrides, None)
     from composer_dist.recipe.read import read_configuration
 
-    configuration = read_configuration(config, overrides or [])
+    configuration = read_configuration(config, overrides)
     from composer_dist.recipe.session import run
 
     ctrl_c.at_once = False
@@ -108,21 +133,21 @@ def refuse_at_once(config: Path, overrides: list[str]) -> None:
     raise typer.Exit(failures.WRONG_CALL)
 
 
-def _announce(config: Path, overrides: list[str] | None, processes: int | None) -> None:
+def _announce(config: Path, overrides: list[str], processes: int | None) -> None:
     """Say at once what will be done: what follows takes seconds before it prints anything."""
     from composer_dist.cli.announce import announcement
 
-    if text := announcement(config, overrides or [], processes):
+    if text := announcement(config, overrides, processes):
         typer.echo(text, err=True)
 
 
-def _plan(config: Path, overrides: list[str] | None, processes: int | None) -> str:
+def _plan(config: Path, overrides: list[str], processes: int | None) -> str:
     from composer_dist.recipe.dry_run import describe
     from composer_dist.recipe.problems import blamed_on
     from composer_dist.recipe.read import read_configuration
 
     world = processes or int(os.environ.get("WORLD_SIZE") or 1)
-    configuration = read_configuration(config, overrides or [])
+    configuration = read_configuration(config, overrides)
     with blamed_on(configuration.document):
         return describe(configuration, world)
 
@@ -142,7 +167,7 @@ def told(debug: bool, launcher: int | None = None, command: str = "train") -> It
         end_with(launcher)
     shown, warnings.formatwarning = warnings.formatwarning, _as_a_line
     quiet = launcher is not None or os.environ.get("RANK", "0") != "0"
-    ctrl_c = CtrlC(quiet, at_once=True)
+    ctrl_c = CtrlC(quiet, at_once=True, command=command)
     try:
         with ctrl_c:
             yield ctrl_c

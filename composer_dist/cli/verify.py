@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from composer_dist.cli.interrupt import CtrlC
-from composer_dist.cli.train import hush, refuse_a_launcher_inside_another, refuse_at_once, told
+from composer_dist.cli.train import ConfigFile, Launched, Overrides, Processes, prepare, start, told
 
 EXAMPLES = """
 Examples:
@@ -23,33 +22,16 @@ Exit status: 0 if the prepared model is the same, 1 if it is not, 2 if the call 
 
 def verify(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Values that override the file's.", show_default=False),
-    ] = None,
-    processes: Annotated[
-        int | None,
-        typer.Option("-n", "--processes", min=1, help="Number of processes to start on this machine."),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
+    processes: Processes = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    launched: Annotated[int | None, typer.Option("--launched", hidden=True)] = None,
+    launched: Launched = None,
 ) -> None:
     """Prepare a run's model, and compare it with the unsharded one on a batch of the run's data."""
-    hush()
-    debug = bool(context.find_root().params.get("debug"))
-    given = overrides or []
-    if launched is None:
-        with told(debug, command="verify"):
-            refuse_at_once(config, given)
+    debug, given = prepare(context, "verify", config, overrides, launched)
     if processes is not None and processes > 1:
-        from composer_dist.cli.launch import launch_local
-
-        refuse_a_launcher_inside_another()
-        with CtrlC(at_once=True):  # until the processes start
-            command = ["-m", "composer_dist", *(["--debug"] if debug else []), "verify", str(config), *given]
-            command += ["--json"] if as_json else []
-            raise typer.Exit(launch_local(processes, [*command, "--launched", str(os.getpid())]))
+        start(processes, "verify --json" if as_json else "verify", config, given, debug)
     with told(debug, launched, "verify"):
         _verify(config, given, as_json)
 

@@ -17,9 +17,10 @@ from composer_dist.distributed.plan.html import html_report
 from composer_dist.distributed.plan.memory import MemoryEstimate, estimate_memory, rank_of
 from composer_dist.distributed.plan.text import mesh_in_words, table, unit_rows
 from composer_dist.distributed.plan.topology import TOPOLOGIES, Topology, by_name
-from composer_dist.distributed.plan.trace import Loss, traced
+from composer_dist.distributed.plan.trace import traced
 from composer_dist.distributed.plan.work import DEVICES, Device
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
+from composer_dist.structure.calling import Loss
 from composer_dist.structure.structure import Structure
 from composer_dist.wording import human_bytes, near_miss
 

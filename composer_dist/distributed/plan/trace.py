@@ -5,7 +5,7 @@ says, and one forward and backward run. Nothing is computed; Python runs as it w
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from composer_dist import _torch
-from composer_dist.composer_model import ComposerModel
 from composer_dist.distributed.activations import recompute as activations
 from composer_dist.distributed.context_parallelism.traced import traced_part
 from composer_dist.distributed.feature_plan import Rank, StepEvent
@@ -22,18 +21,17 @@ from composer_dist.distributed.plan.decisions import Decisions, Subject
 from composer_dist.distributed.plan.record import Allocations, Record
 from composer_dist.distributed.tensor_parallel import apply as tensor_parallel
 from composer_dist.errors import ParallelismValueError
-from composer_dist.structure.families import is_a, values_unknown, vocabulary_of
+from composer_dist.structure.calling import Loss, call, example_batch, loss_of
+from composer_dist.structure.families import values_unknown, vocabulary_of
 from composer_dist.structure.structure import Structure, read_structure
 from composer_dist.tensors.inner import local_part
-from composer_dist.tensors.nested import map_tensors, tensors_in
+from composer_dist.tensors.nested import map_tensors
 from composer_dist.tensors.parts import chunk
 
 Run = Callable[[nn.Module, Callable[[Any], Any]], tuple[Tensor, Any]]
 """Calls a model with what a function makes of a batch: this rank's part of it.
 
 It returns the loss and the outputs, which live as long as the backward."""
-Loss = Callable[[Any, Any], Tensor]
-"""Takes the outputs and the batch."""
 
 
 def traced(subject: Subject, plan: Decisions, batch: Any, loss: Loss | None, rank: Rank) -> list[StepEvent]:
@@ -146,45 +144,11 @@ def trace_step(structure: Structure, plan: Decisions, run: Run, rank: Rank) -> l
 
 def run_of(batch: Any, loss: Loss | None) -> Run:
     """How the traced model is called."""
-    shape = batch if isinstance(batch, tuple) and all(isinstance(one, int) for one in batch) else None
 
     def run(copied: nn.Module, part_of: Callable[[Any], Any]) -> tuple[Tensor, Any]:
-        data = (
-            _example(copied, shape)
-            if shape
-            else map_tensors(lambda _, one: torch.empty_like(one, device="cpu"), batch)
-        )
-        data = part_of(data)
-        if isinstance(copied, ComposerModel):
-            outputs = copied(data)
-            return _total(copied.loss(outputs, data)), outputs
-        args, kwargs = (
-            ((), data) if isinstance(data, Mapping) else (data if isinstance(data, tuple) else (data,), {})
-        )
-        outputs = copied(*args, **kwargs)
-        return _total(loss(outputs, data) if loss else _loss_of(outputs)), outputs
+        data = example_batch(copied, batch)
+        data = part_of(map_tensors(lambda _, one: torch.empty_like(one, device="cpu"), data))
+        outputs = call(copied, data)
+        return loss_of(copied, outputs, data, loss, torch.mean), outputs
 
     return run
-
-
-def _example(model: nn.Module, shape: tuple[int, ...]) -> Any:
-    """Token ids and labels of a shape, for models of transformers."""
-    found = [one for one in model.modules() if is_a(one, "PreTrainedModel")]
-    if not found or len(shape) != 2:
-        raise ParallelismValueError(
-            f"batch={shape} is a number of sequences and of tokens for a model of transformers. Give "
-            f"{type(model).__name__} example inputs: a tensor, a tuple, or a mapping of them, on any device."
-        )
-    ids = torch.zeros(shape, dtype=torch.long)
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def _loss_of(outputs: Any) -> Any:
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if loss is not None:
-        return loss
-    return [one.float().mean() for one in tensors_in(outputs) if one.is_floating_point()]
-
-
-def _total(loss: Any) -> Tensor:
-    return sum(one.sum() for one in tensors_in(loss))  # type: ignore[return-value]

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer_dist.composer_model import ComposerModel
 from composer_dist.distributed import prepared
 from composer_dist.distributed.context_parallelism.context import context_parallel
 from composer_dist.distributed.forwards import is_compiled
@@ -24,11 +23,11 @@ from composer_dist.distributed.training.clipping import clip_grad_norm, local_gr
 from composer_dist.distributed.verification.around import seeded
 from composer_dist.distributed.verification.result import Findings, measure
 from composer_dist.distributed.verification.sequences import Sequences
+from composer_dist.structure.calling import Loss, call, loss_of, whole
 from composer_dist.structure.structure import read_structure
 from composer_dist.tensors.inner import dense
 from composer_dist.tensors.nested import tensors_in
 
-Loss = Callable[[Any, Any], Any]
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """The largest relative difference that counts as rounding, by the lowest precision that was used; 0.3 for
 those of 8 bits. Each is some tens of its dtype's steps, which the layers of a model add up to."""
@@ -70,39 +69,11 @@ def trace(
             hooks.enter_context(_watched(model, found))
             hooks.enter_context(around())
             outputs = call(model, batch)
-            total = total_loss(model, outputs, batch, loss)
+            total = loss_of(model, outputs, batch, loss, lambda one: one.square().mean())
         total.backward()
-    found.loss = _plain(total).double().cpu()
-    found.outputs = [_plain(one).detach() for one in tensors_in(outputs) if one.is_floating_point()]
+    found.loss = whole(total).double().cpu()
+    found.outputs = [whole(one).detach() for one in tensors_in(outputs) if one.is_floating_point()]
     return found
-
-
-def call(model: nn.Module, batch: Any) -> Any:
-    """The outputs for a batch: forward's arguments as a tuple or mapping, or its only one."""
-    if isinstance(model, ComposerModel):
-        return model(batch)
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple) else model(batch)
-
-
-def total_loss(model: nn.Module, outputs: Any, batch: Any, loss: Loss | None) -> Tensor:
-    """The loss as one number: the model's own, that of `loss`, or the mean square of the outputs."""
-    if loss is not None:
-        value = loss(outputs, batch)
-    elif isinstance(model, ComposerModel):
-        value = model.loss(outputs, batch)
-    else:
-        value = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-        if value is None:
-            floats = (one for one in tensors_in(outputs) if one.is_floating_point())
-            value = [_plain(one).float().square().mean() for one in floats]
-    parts = [_plain(one).sum() for one in tensors_in(value)]
-    return torch.stack([one.to(parts[0].device) for one in parts]).sum()
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager
@@ -154,8 +125,8 @@ def compare_traces(
     if len(found.outputs) != len(expected.outputs):
         findings.wrong("output", "", f"has {len(found.outputs)} tensors, not {len(expected.outputs)}")
     for index, (one, other) in enumerate(zip(found.outputs, expected.outputs, strict=False)):
-        whole = sequences.output(one, other.shape)
-        findings.compare("output", str(index), one if whole is None else whole, other, tolerance)
+        complete = sequences.output(one, other.shape)
+        findings.compare("output", str(index), one if complete is None else complete, other, tolerance)
     findings.compare("loss", "", averaged(found.loss, mesh), averaged(expected.loss, mesh), tolerance)
     return tolerance
 

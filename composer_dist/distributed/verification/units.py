@@ -19,18 +19,13 @@ from composer_dist.distributed import prepared
 from composer_dist.distributed.forwards import is_compiled
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.verification.around import as_before
-from composer_dist.distributed.verification.compare import (
-    Gradients,
-    Loss,
-    compare_traces,
-    tolerance_of,
-    trace,
-)
+from composer_dist.distributed.verification.compare import Gradients, compare_traces, tolerance_of, trace
 from composer_dist.distributed.verification.plain import plain_copy
 from composer_dist.distributed.verification.record import Recorder, UnitCall, arguments
 from composer_dist.distributed.verification.result import Findings
 from composer_dist.distributed.verification.sequences import Sequences
 from composer_dist.structure.blocks import structural_units
+from composer_dist.structure.calling import Loss
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure, read_structure
 from composer_dist.tensors.nested import map_tensors, named_tensors, replace_tensors, tensors_in

@@ -1,11 +1,11 @@
 """`verify_model`: the prepared model against the unsharded one."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from composer_dist.distributed import prepared
@@ -28,8 +28,7 @@ from composer_dist.distributed.verification.result import Findings, Verification
 from composer_dist.distributed.verification.sequences import Sequences
 from composer_dist.distributed.verification.trial import check_groups, check_step
 from composer_dist.distributed.verification.units import compare_units, fits
-from composer_dist.errors import ParallelismValueError
-from composer_dist.structure.families import class_name, transformers_models
+from composer_dist.structure.calling import Loss, example_batch
 from composer_dist.structure.structure import Structure, read_structure
 from composer_dist.tensors.fingerprint import fingerprint
 from composer_dist.tensors.inner import dense, local_part
@@ -44,7 +43,7 @@ def verify_model(
     batch: Any = None,
     *,
     optimizer: Optimizers = None,
-    loss: Callable[[Any, Any], Any] | None = None,
+    loss: Loss | None = None,
 ) -> Verification:
     """Compare a prepared model with the unsharded one, and the ranks with each other. All ranks call it.
 
@@ -75,7 +74,7 @@ def verify_model(
         batch: the arguments of forward, as a tensor, a tuple or a mapping; or what a `ComposerModel` takes.
             If all ranks pass the same, tensors whose first dimension is that of all others are cut among the
             ranks that train on different data, if their number divides it; else each rank's is its own
-            part. Two integers, (sequences, tokens), stand for random tokens for a transformers model.
+            part. Two integers, (sequences, tokens), stand for tokens for a transformers model.
         optimizer: one or several that hold the model's parameters.
         loss: `(outputs, batch) -> scalar`; None takes the loss that a `ComposerModel` or the outputs have,
             or else the mean square of the outputs.
@@ -187,8 +186,7 @@ def _check_replicas(
 
 def _share(model: nn.Module, batch: Any, mesh: Mesh | None, agreement: Agreement) -> Any:
     """This rank's part of a batch, on the model's device."""
-    if isinstance(batch, tuple) and batch and all(isinstance(one, int) for one in batch):
-        batch = _tokens(model, batch)
+    batch = example_batch(model, batch)
     device = mesh.device if mesh else next((one.device for one in model.parameters()), torch.device("cpu"))
     mine = map_tensors(lambda name, one: one.to(device), batch)
     facts = [[name, fingerprint(one)] for name, one in named_tensors(mine)]
@@ -201,16 +199,3 @@ def _share(model: nn.Module, batch: Any, mesh: Mesh | None, agreement: Agreement
     return map_tensors(
         lambda name, one: one.narrow(0, size // count * number, size // count) if one.ndim else one, mine
     )
-
-
-def _tokens(model: nn.Module, shape: tuple[int, ...]) -> Mapping[str, Tensor]:
-    """Random tokens and labels for a transformers model."""
-    models = transformers_models(model)
-    if not models or len(shape) != 2:
-        raise ParallelismValueError(
-            f"batch={shape} is a number of sequences and of tokens for a transformers model. Give "
-            f"{class_name(model)} example inputs: a tensor, a tuple, or a mapping of them."
-        )
-    vocabulary = models[0].config.get_text_config().vocab_size
-    tokens = torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
-    return {"input_ids": tokens, "labels": tokens.clone()}

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import Verification, parallelize_model, verify_model
@@ -104,11 +103,11 @@ def test_one_bit_of_one_replica_among_shards() -> None:
 def test_a_wrong_scale_of_the_gradients(mesh: str) -> None:
     """As of an average that sums, or of a loss that is divided twice: outputs and the loss are right."""
     model, reference, _ = prepared(mesh)
-    for one in model.modules() if mesh == "fsdp2" else ():
-        if isinstance(one, FSDPModule):
-            one.set_gradient_divide_factor(1.0)
-    for parameter in model.parameters() if mesh != "fsdp2" else ():
-        parameter.register_hook(lambda gradient: gradient * 2)
+    for parameter in model.parameters():
+        if mesh == "fsdp2":  # which calls no other hooks
+            parameter.register_post_accumulate_grad_hook(lambda one: one.grad.mul_(2))
+        else:
+            parameter.register_hook(lambda gradient: gradient * 2)
     found = verify_model(model, reference, token_batch())
     names = {name for kind, name, _ in rows(found) if kind == "gradient"}
     assert names == {name for name, _ in reference.named_parameters() if not name.endswith("k_proj.bias")}
