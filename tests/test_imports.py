@@ -30,7 +30,8 @@ PUBLIC = {
         "ddp_sync_context fsdp_mesh init_context launch meta_init named_parameters_canonical no_sync "
         "parallel_cross_entropy parallelize_composer_model parallelize_model plan_parallelism "
         "prepare_fully_shard register_strategy register_tensor_codec revert_sync_batch_norm sampler_kwargs "
-        "submesh summon_full_params sync_module_states unparallelize_model presets process_group verify_model"
+        "submesh suggest summon_full_params sync_module_states unparallelize_model presets process_group "
+        "verify_model"
     ),
     "composer_dist.checkpoint": (
         "LoadResult PendingSave export_pretrained full_model_state full_optimizer_state latest_checkpoint "

@@ -11,6 +11,7 @@ EXAMPLES = """
 Examples:
 
   composer-dist plan path/to/model --world-size 8 --device-memory 80GiB --batch 1x8192
+  composer-dist plan path/to/model --world-size 8 --device-memory 80GiB --batch 8x8192 --suggest
   composer-dist plan pretrain.yaml --world-size 1024 --html report.html
   composer-dist plan package.module:function --world-size 64 --config parallelism.yaml --json
 
@@ -44,6 +45,12 @@ def plan(
     topology: Annotated[str, typer.Option("--topology", help="The links: h100 or a100.")] = "h100",
     device: Annotated[str, typer.Option("--device", help="The rates: h100 or a100.")] = "h100",
     rank: Annotated[int, typer.Option("--rank", min=0, help="Whose memory.")] = 0,
+    suggested: Annotated[
+        bool,
+        typer.Option(
+            "--suggest", help="Search the fastest parallelism that fits; --config says what is decided."
+        ),
+    ] = False,
     html: Annotated[
         Path | None,
         typer.Option("--html", help="Write a report for the browser.", dir_okay=False, show_default=False),
@@ -54,16 +61,24 @@ def plan(
     limit = None if device_memory is None else _bytes(device_memory)
     shape = None if batch is None else _shape(batch)
 
+    import yaml
+
     from composer_dist.recipe.dry_run import planned
     from composer_dist.wording import human_bytes
 
     found = planned(model, world_size, config, precision, optimizer)
-    step: Any = shape or found.batch
-    estimate = found.plan.memory(step, rank=rank)
-    traffic = found.plan.communication(step, rank=rank, topology=topology)
-    work = found.plan.compute(step, rank=rank, topology=topology, device=device) if step else None
+    made, step, suggestion = found.plan, shape or found.batch, None
+    if suggested:
+        suggestion = _suggestion(found, limit, shape or found.share, topology, device)
+        if suggestion.best is None:
+            typer.echo(json.dumps(_no_plan(suggestion), indent=1) if as_json else suggestion)
+            raise typer.Exit(1)
+        made, step = suggestion.best.plan, suggestion.best.batch
+    estimate = made.memory(step, rank=rank)
+    traffic = made.communication(step, rank=rank, topology=topology)
+    work = made.compute(step, rank=rank, topology=topology, device=device) if step else None
     if html is not None:
-        found.plan.to_html(html, step, rank=rank, device_memory=limit, topology=topology)
+        made.to_html(html, step, rank=rank, device_memory=limit, topology=topology)
     fits = None if limit is None else estimate.peak <= limit
     if as_json:
         memory = {key: value for key, value in dataclasses.asdict(estimate).items() if key != "timeline"}
@@ -73,14 +88,41 @@ def plan(
         )
         how = {"memory": estimate.how, "communication": traffic.how, "compute": work.how if work else None}
         told = {"memory": memory, "communication": rows, "compute": compute, "fits": fits, "how": how}
+        if suggestion is not None:
+            told["suggestion"] = suggestion.to_dict()
         typer.echo(json.dumps(told, indent=1))
+    elif suggestion is not None:
+        text = yaml.safe_dump({"parallelism": suggestion.config.to_dict()}, sort_keys=False)
+        typer.echo(f"{suggestion}\nFor --config, or in a run's file:\n\n{text.rstrip()}")
     else:
-        typer.echo("\n".join(str(one) for one in (found.plan, estimate, traffic, work) if one))
+        typer.echo("\n".join(str(one) for one in (made, estimate, traffic, work) if one))
         if limit is not None:
             verb = "fits" if fits else "does not fit"
             typer.echo(f"A rank {verb}: it needs {human_bytes(estimate.peak)} of {human_bytes(limit)}.")
     if fits is False:
         raise typer.Exit(1)
+
+
+def _suggestion(found: Any, limit: int | None, share: Any, topology: str, device: str) -> Any:
+    from composer_dist.distributed import suggest
+
+    if limit is None or share is None:
+        missing = "--device-memory" if limit is None else "--batch"
+        raise typer.BadParameter(f"--suggest needs {missing}.", param_hint="--suggest")
+    return suggest(
+        found.model,
+        world_size=found.plan.world_size,
+        device_memory=limit,
+        batch=share,
+        topology=topology,
+        device=device,
+        **found.wishes,
+    )
+
+
+def _no_plan(suggestion: Any) -> dict[str, Any]:
+    nothing = dict.fromkeys(("memory", "compute", "how"))
+    return {**nothing, "communication": [], "fits": False, "suggestion": suggestion.to_dict()}
 
 
 def _bytes(text: str) -> int:

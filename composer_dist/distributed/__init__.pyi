@@ -6,6 +6,7 @@ from .mesh.mesh import fsdp_mesh as fsdp_mesh
 from .mesh.mesh import sampler_kwargs as sampler_kwargs
 from .mesh.mesh import submesh as submesh
 from .plan.plan import ParallelPlan as ParallelPlan
+from .plan.suggest import suggest as suggest
 from .prepare import parallelize_composer_model as parallelize_composer_model
 from .prepare import parallelize_model as parallelize_model
 from .prepare import process_group as process_group

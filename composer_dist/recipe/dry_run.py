@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from composer_dist.checkpoint.convert import model_like  # not public: it knows which classes may be built
-from composer_dist.config.parallelism import Config, ParallelismConfig, resolve_config
+from composer_dist.config.parallelism import ParallelismConfig, resolve_config
 from composer_dist.config.yaml import parse_value
 from composer_dist.distributed import (
     ParallelPlan,
@@ -213,10 +213,16 @@ def _steps(duration: Any, epoch: int | None) -> str:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and the batch of one rank if the configuration says so."""
+    """A plan, what it was made of, and the batch of one rank if the configuration says so."""
 
     plan: ParallelPlan
+    model: nn.Module
+    wishes: Mapping[str, Any]
+    """Arguments of `plan_parallelism` and `suggest`."""
     batch: tuple[int, int] | None = None
+    """That is computed with at once."""
+    share: tuple[int, int] | None = None
+    """In a step."""
 
 
 def planned(model: str, world: int, config: Path | None, precision: str | None, optimizer: str) -> Planned:
@@ -235,11 +241,13 @@ def planned(model: str, world: int, config: Path | None, precision: str | None, 
         if file.suffix in (".yaml", ".yml"):
             return _of_run(file, world)
         built = _built(model)
-    chosen: Config = "fsdp" if config is None else _mapping(config)
     kind = find("--optimizer", OPTIMIZERS, optimizer, Path())
-    trained = [parameter for parameter in built.parameters() if parameter.requires_grad]
-    plan = plan_parallelism(built, chosen, world_size=world, optimizer=kind(trained), precision=precision)
-    return Planned(plan)
+    wishes: dict[str, Any] = {
+        "config": "fsdp" if config is None else _mapping(config),
+        "optimizer": kind([parameter for parameter in built.parameters() if parameter.requires_grad]),
+        "precision": precision,
+    }
+    return Planned(plan_parallelism(built, world_size=world, **wishes), built, wishes)
 
 
 def _of_run(file: Path, world: int) -> Planned:
@@ -248,25 +256,29 @@ def _of_run(file: Path, world: int) -> Planned:
     with blamed_on(configuration.document):
         tokenizer = tokenizer_of(run)
         model = build_model(run, tokenizer, configuration.folder, empty=True)
-        plan = plan_parallelism(
-            model,
-            configuration.parallelism or "fsdp",
-            world_size=world,
-            optimizer=optimizer_of(run, model, configuration),
-            precision=run.trainer.get("precision"),
-            composer=True,
-        )
-    return Planned(plan, _batch(run, plan))
+        wishes: dict[str, Any] = {
+            "config": configuration.parallelism or "fsdp",
+            "optimizer": optimizer_of(run, model, configuration),
+            "precision": run.trainer.get("precision"),
+            "composer": True,
+        }
+        plan = plan_parallelism(model, world_size=world, **wishes)
+    return Planned(plan, model, wishes, _batch(run, plan), _share(run, plan))
+
+
+def _share(run: Run, plan: ParallelPlan) -> tuple[int, int] | None:
+    """The samples and tokens of a rank in a step; None for data that is no text."""
+    share = -(-run.data.batch_size // (plan.mesh["dp_replicate"] * plan.mesh["dp_shard"]))
+    context = getattr(run.data, "context", None)
+    return (share, context) if isinstance(context, int) else None
 
 
 def _batch(run: Run, plan: ParallelPlan) -> tuple[int, int] | None:
-    """The samples and tokens that a rank computes with at once; None for data that is no text."""
-    share = -(-run.data.batch_size // (plan.mesh["dp_replicate"] * plan.mesh["dp_shard"]))
-    microbatch = run.trainer.get("device_train_microbatch_size")
-    context = getattr(run.data, "context", None)
-    if not isinstance(context, int):
-        return None
-    return min(share, microbatch) if isinstance(microbatch, int) else share, context
+    """Those that a rank computes with at once."""
+    share, microbatch = _share(run, plan), run.trainer.get("device_train_microbatch_size")
+    if share is None or not isinstance(microbatch, int):
+        return share
+    return min(share[0], microbatch), share[1]
 
 
 def _built(name: str) -> nn.Module:

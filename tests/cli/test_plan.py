@@ -68,6 +68,45 @@ def test_parallelism_of_a_file_and_an_optimizer_by_name(directory: Path) -> None
     assert json.loads(printed(*options)[1])["how"]["communication"]["count"] == "untraced"
 
 
+@pytest.mark.promise(116)
+def test_a_suggestion_is_a_config_that_plan_confirms(directory: Path) -> None:
+    options = (directory, "--world-size", 4, "--batch", "2x16", "--device-memory", "1GiB")
+    status, shown, _ = printed(*options, "--suggest")
+    assert (status, "Best: " in shown) == (0, True)
+    (directory / "found.yaml").write_text(shown.split("run's file:")[1])
+    status, told, _ = printed(*options, "--suggest", "--json")
+    found = json.loads(told)
+    assert (status, found["fits"]) == (0, True)
+    status, confirmed, _ = printed(*options, "--config", directory / "found.yaml", "--json")
+    assert status == 0
+    assert json.loads(confirmed)["memory"] == found["memory"]
+    assert found["suggestion"]["best"]["peak"] == found["memory"]["peak"]
+    assert json.loads(confirmed)["compute"] == found["compute"]
+    (directory / "base.yaml").write_text("activation_checkpointing: composable")
+    status, told, _ = printed(*options, "--suggest", "--json", "--config", directory / "base.yaml")
+    assert json.loads(told)["suggestion"]["best"]["config"]["activation_checkpointing"] == "composable"
+
+
+@pytest.mark.promise(116)
+def test_where_nothing_fits_there_is_advice(directory: Path) -> None:
+    options = (directory, "--batch", "1x512", "--device-memory", "1500KB", "--suggest")
+    status, shown, _ = printed(*options)
+    assert (status, "Nothing fits into 1.4 MiB of each device. It does with" in shown) == (1, True)
+    assert "- sequences of " in shown
+    status, told, _ = printed(*options, "--json")
+    found = json.loads(told)
+    assert (status, found["fits"], found["memory"], found["suggestion"]["best"]) == (1, False, None, None)
+    assert found["suggestion"]["advice"][0]["peak"] <= 1500_000
+
+
+@pytest.mark.promise(116)
+def test_a_run_gets_a_suggestion_for_its_own_batch() -> None:
+    options = (PRESETS / "pretrain.yaml", "--world-size", 2, "--device-memory", "80GiB")
+    status, told, _ = printed(*options, "--suggest", "--json")
+    best = json.loads(told)["suggestion"]["best"]
+    assert (status, best["microbatches"]) == (0, 1)
+
+
 @pytest.mark.promise(115)
 def test_a_report_for_the_browser(directory: Path) -> None:
     status, _, _ = printed(
@@ -94,6 +133,8 @@ def test_a_run_has_its_own_batch_and_optimizer() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--suggest", "--batch", "8x8"], "--suggest needs --device-memory"),
+        (["--suggest", "--device-memory", "1GiB"], "--suggest needs --batch"),
         (["--batch", "8"], "expected sequences x tokens"),
         (["--device-memory", "80Gx"], "expected a number with a unit"),
         (["--rank", "2", "--world-size", "2"], "ranks 0 to 1"),

@@ -1,9 +1,8 @@
 """How much memory a rank needs: the parts that it holds exactly, the rest from a traced step."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -82,7 +81,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    plan: Decisions, subject: Subject, rank: int, events: Iterable[StepEvent] | None
+    plan: Decisions, subject: Subject, rank: int, events: Sequence[StepEvent] | None
 ) -> MemoryEstimate:
     """See `ParallelPlan.memory`; without events, without a step."""
     here = rank_of(plan, subject.structure, rank)
@@ -109,7 +108,7 @@ def held_memory(plan: Decisions, subject: Subject, here: Rank) -> tuple[MemoryEs
     state, extra = sum(one for one, _ in stepped), max((most for _, most in stepped), default=0)
     held["host" if offloaded else "optimizer"] += state
     estimate = MemoryEstimate(**{kind: held[kind] for kind, how in HOW.items() if how == "exact"})  # type: ignore[arg-type]
-    return replace(estimate, peak=held.total() - held["host"]), extra
+    return replace(estimate, peak=held.total() - held["host"]), 0 if offloaded else extra
 
 
 def rank_of(plan: Decisions, structure: Structure, number: int) -> Rank:
@@ -179,37 +178,31 @@ def _part(rank: Rank, name: str) -> nn.Parameter:
     return part
 
 
-def _optimizer_step(nbytes: int) -> Iterator[StepEvent]:
-    yield StepEvent("allocate", "step", "", nbytes)
-    yield StepEvent("free", "step", "", nbytes)
-
-
 def followed_memory(
-    plan: Decisions, rank: Rank, known: MemoryEstimate, extra: int, events: Iterable[StepEvent]
+    plan: Decisions,
+    rank: Rank,
+    known: MemoryEstimate,
+    extra: int,
+    events: Sequence[StepEvent],
+    microbatches: int = 1,
 ) -> MemoryEstimate:
-    """The estimate from what the features say of each event, and the `extra` of the optimizer's step."""
-    followers = [found for one in plan.features.values() if (found := one.memory(rank))]
+    """The estimate from what the features say of each event, and the `extra` of the optimizer's step.
+
+    The gradients of later microbatches are added to those of the first; the third is like the second.
+    """
     now: Counter[str] = Counter(
         {kind: getattr(known, kind) for kind in ("parameters", "optimizer", "buffers", "padding")}
     )
     most: Counter[str] = Counter()
-    viewed = plan.replication is not None and plan.replication.arguments["gradient_as_bucket_view"]
-    left = [name for name, one in rank.layouts.items() if not one.rows and rank.tensors[name].requires_grad]
-    plain = 0 if viewed else sum(_local_bytes(rank, name) for name in left)
     best, at, where, total = Counter[str](), "", None, now.total()
     peak = high = total
     timeline: list[tuple[str, str, Mapping[str, int]]] = []
     entered = 0
-    for event in chain(events, _optimizer_step(extra)):
+    for event, changes in _changes(plan, rank, extra, events, microbatches):
         if where != (event.phase, event.unit):
             where, high = (event.phase, event.unit), total
             timeline.append((*where, dict(now)))
             entered = len(timeline)
-        changes: list[tuple[str, int]] = [change for follow in followers for change in follow(event)]
-        if event.moment == "after backward":
-            changes += [("activations", -plain), ("gradients", plain)]
-        if event.moment in ("allocate", "free"):
-            changes.append((event.kind, event.nbytes if event.moment == "allocate" else -event.nbytes))
         for kind, nbytes in changes:
             now[kind] += nbytes
             total += nbytes
@@ -227,3 +220,25 @@ def followed_memory(
         at_peak=dict(best),
         timeline=tuple(timeline),
     )
+
+
+def _changes(
+    plan: Decisions, rank: Rank, extra: int, events: Sequence[StepEvent], microbatches: int
+) -> Iterator[tuple[StepEvent, list[tuple[str, int]]]]:
+    """Each event, and what is allocated or freed then."""
+    viewed = plan.replication is not None and plan.replication.arguments["gradient_as_bucket_view"]
+    left = [name for name, one in rank.layouts.items() if not one.rows and rank.tensors[name].requires_grad]
+    plain = 0 if viewed else sum(_local_bytes(rank, name) for name in left)
+    for number in range(min(microbatches, 2)):
+        followers = [found for one in plan.features.values() if (found := one.memory(rank))]
+        for event in events:
+            changes: list[tuple[str, int]] = [change for follow in followers for change in follow(event)]
+            if event.moment == "after backward":
+                changes += [("activations", -plain), ("gradients", plain)]
+            if event.moment in ("allocate", "free"):
+                changes.append((event.kind, event.nbytes if event.moment == "allocate" else -event.nbytes))
+            if number:
+                changes += [(kind, -nbytes) for kind, nbytes in changes if kind == "gradients"]
+            yield event, changes
+    yield StepEvent("allocate", "step", ""), [("activations", extra)]
+    yield StepEvent("free", "step", ""), [("activations", -extra)]

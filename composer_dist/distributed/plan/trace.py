@@ -52,7 +52,7 @@ def traced(subject: Subject, plan: Decisions, batch: Any, loss: Loss | None, ran
     return kept[1]
 
 
-_MOST_TRACES = 4
+_MOST_TRACES = 8
 """That are kept; one of a model of 8 billion parameters takes a few MB."""
 
 

@@ -13,7 +13,7 @@ class UnitSizes:
     gathered: int
     """Of its parameters on all ranks, as they are computed with."""
     cast: int
-    """Of this rank's parts, cast for the all-gather; 0 where nothing is cast."""
+    """Of this rank's parts, cast or uploaded for the all-gather; 0 where neither is done."""
     gradients: int
     """Of the gradients of all ranks, as they are reduced."""
     reduced: int
@@ -22,6 +22,8 @@ class UnitSizes:
     """Of these in the dtype of the parameters; 0 where that is the same dtype."""
     reshards: bool
     """After forward."""
+    offloads: bool = False
+    """Whether the parts and their gradients are in host memory."""
 
 
 class UnitMemory:
@@ -88,6 +90,8 @@ class UnitMemory:
                 if unit.stored:
                     yield Change("gradients", unit.stored)
                     yield Change("gradients", -unit.reduced)
+                if unit.offloads:
+                    yield Change("gradients", -(unit.stored or unit.reduced))
 
     def _order_end(self) -> str:
         """The root, whose forward ends last."""

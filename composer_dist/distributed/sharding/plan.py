@@ -145,12 +145,14 @@ def _sizes(unit: Unit, rank: Rank) -> UnitSizes:
         info, numel = rank.tensors[name], padded_numel(rank.layouts[name], rank.at)
         computed, reduced = policy.param_dtype or info.dtype, policy.reduce_dtype or info.dtype
         found["gathered"] += numel * computed.itemsize * rank.at.shards
-        found["cast"] += numel * computed.itemsize if policy.param_dtype else 0
+        found["cast"] += numel * computed.itemsize if policy.param_dtype or unit.offload else 0
         if info.requires_grad:
             found["gradients"] += numel * reduced.itemsize * rank.at.shards
             found["reduced"] += numel * reduced.itemsize
             found["stored"] += numel * info.dtype.itemsize if reduced != info.dtype else 0
-    return UnitSizes(**found, reshards=unit.reshard_after_forward is not False)
+    return UnitSizes(
+        **found, reshards=unit.reshard_after_forward is not False, offloads=unit.offload is not None
+    )
 
 
 def plan(

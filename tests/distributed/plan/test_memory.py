@@ -161,6 +161,18 @@ def test_units_gather_free_and_reduce_in_the_order_of_fsdp2() -> None:
     ]
 
 
+def test_what_is_offloaded_is_uploaded_to_be_gathered_and_its_gradients_leave_again() -> None:
+    """A weight of (3, 4) on two ranks, whose parts of two rows take 32 bytes."""
+    config = ParallelismConfig(fsdp2=FSDP2Config(cpu_offload=True), mesh=MeshConfig(device_type="cuda"))
+    with torch.device("meta"):
+        plan = plan_parallelism(nn.Linear(4, 3, bias=False), config, world_size=2, optimizer="SGD")
+    found = plan.memory(torch.ones(2, 4))
+    assert (found.host, found.parameters, found.optimizer) == (2 * 32, 0, 0)
+    assert found.gathered == 64
+    assert found.communication == 32 + 64
+    assert [now["gradients"] for phase, _, now in found.timeline if phase == "step"] == [0]
+
+
 def test_a_rank_or_batch_that_does_not_suit_is_refused() -> None:
     plan = plan_parallelism(Uneven(), FSDP2Config(), world_size=2)
     with fails(ParallelismValueError, "rank=2", "ranks 0 to 1"):
