@@ -90,8 +90,8 @@ class Verification:
 
 
 def _numbers(one: Comparison | Difference) -> str:
-    if math.isnan(one.absolute) and math.isnan(one.relative):
-        return ""
+    if (math.isnan(one.absolute) and math.isnan(one.relative)) or not (one.name or one.tolerance):
+        return ""  # nothing was subtracted
     return f"{one.absolute:.2g} ({one.relative:.2g} of {one.tolerance:.0g})" if one.tolerance else "0"
 
 

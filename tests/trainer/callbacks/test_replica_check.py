@@ -84,10 +84,11 @@ def test_the_rank_that_differs_from_most_is_named(config: str, text: str) -> Non
         trainer(chosen, "weight", 2).fit()
 
 
+@pytest.mark.parametrize("config", ["ddp", "fsdp"])
 @on_ranks(2)
-def test_a_check_at_intervals_sends_little() -> None:
+def test_a_check_at_intervals_sends_little(config: str) -> None:
     with mock.patch.object(replicas, "_gathered", wraps=replicas._gathered) as gathered:
-        fit = trainer("ddp", "", 0, "2ba")
+        fit = trainer(config, "", 0, "2ba")
         fit.fit()
     batches = fit.state.timestamp.batch
     assert [8 * len(call.args[0]) for call in gathered.call_args_list] == [replicas.NBYTES] * (batches // 2)
