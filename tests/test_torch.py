@@ -258,7 +258,8 @@ def test_fsdp_s_hooks_are_wrapped_once_and_give_inputs_that_are_no_views() -> No
                 parameter.to_local().fill_(1)
         x = torch.arange(6.0).view(2, 3).requires_grad_()
         (linear(x * 1) * 2).sum().backward()
-        seen.append((x.grad.tolist(), [one.grad.to_local().tolist() for one in linear.parameters()]))
+        # The values of the shards' gradients are undefined in a fake group.
+        seen.append((x.grad.tolist(), [one.grad.to_local().shape for one in linear.parameters()]))
     assert (seen[0], seen[2]) == (False, True)
     assert seen[1] == seen[3]
 
