@@ -28,7 +28,7 @@ class UnitCall:
 
 
 @dataclass
-class Recorder:
+class CallRecorder:
     """Keeps what units get and return."""
 
     model: nn.Module

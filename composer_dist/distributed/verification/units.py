@@ -21,7 +21,7 @@ from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.verification.around import as_before
 from composer_dist.distributed.verification.compare import Gradients, compare_traces, tolerance_of, trace
 from composer_dist.distributed.verification.plain import plain_copy
-from composer_dist.distributed.verification.record import Recorder, UnitCall, arguments
+from composer_dist.distributed.verification.record import CallRecorder, UnitCall, arguments
 from composer_dist.distributed.verification.result import Findings
 from composer_dist.distributed.verification.sequences import Sequences
 from composer_dist.structure.blocks import structural_units
@@ -61,7 +61,7 @@ def compare_units(
     )
     with as_before(model), torch.enable_grad():
         model.eval()
-        recorder = Recorder(model, names)
+        recorder = CallRecorder(model, names)
         got = trace(model, batch, loss, recorder.recording)
         gradients = Gradients(model, mesh, tolerance_of(got.dtype), found)
         places = {key[0]: number for number, key in reversed([*enumerate(got.modules)])}
@@ -70,7 +70,7 @@ def compare_units(
         inside, units = read_structure(rest).modules, []
         for name in names:
             place = places.get(name, len(places))
-            units.append(_Unit(model, name, recorder.calls[name], sequences, gradients, shared, place))
+            units.append(_OneUnit(model, name, recorder.calls[name], sequences, gradients, shared, place))
             vars(inside[name])["forward"] = units[-1]
         expected = trace(rest, batch, loss)
         compare_traces(got, expected, mesh, sequences, found)
@@ -103,7 +103,7 @@ def _units(structure: Structure) -> list[str]:
 
 
 @dataclass
-class _Unit:
+class _OneUnit:
     """The forward of a unit in the plain copy of the rest."""
 
     model: nn.Module

@@ -351,7 +351,6 @@ def test_the_peak_of_initialization_stands_in_the_plan() -> None:
         ({"model": "gpt2"}, "model must be a torch.nn.Module, not str."),
         ({"model": nn.Linear}, "model must be a torch.nn.Module, not the class Linear itself."),
         ({"config": FSDP2Config}, "not the class FSDP2Config itself."),
-        ({"optimizer": "amp_bf16"}, "optimizer must be an Optimizer, several of them, or None, not str."),
         ({"optimizer": 3}, "optimizer must be an Optimizer, several of them, or None, not int."),
         ({"world_size": "8"}, "world_size must be a positive integer, not '8'."),
         ({"world_size": 0}, "world_size must be a positive integer, not 0."),
