@@ -21,7 +21,7 @@ SECTIONS = {
 }
 _HEAD = f"""# Accuracy of estimates
 
-Made by `make accuracy` (torch {torch.__version__.split("+")[0]}, CPU, gloo), which takes about ten minutes.
+Made by `make accuracy` (torch {torch.__version__.split("+")[0]}, CPU, gloo), which takes about 15 minutes.
 """
 
 
