@@ -10,6 +10,7 @@ from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.structure.structure import TensorInfo
 
 Moment = Literal[
+    "start-up",
     "begin",
     "gradient",
     "compute",
@@ -23,10 +24,11 @@ Moment = Literal[
     "after reduction",
     "after backward",
 ]
-"""What a step consists of; between "before reduction" and "after reduction" a unit's gradients are freed.
+"""What training consists of; "start-up" is before the first step.
 
-"gradient": a parameter's gradient is complete. "compute": an operator runs, with `work`.
-"send": the model's own operators communicate, with `sent`."""
+Between "before reduction" and "after reduction" a unit's gradients are freed. "gradient": a parameter's
+gradient is complete. "compute": an operator runs, with `work`. "send": the model's own operators communicate,
+with `sent`."""
 
 
 Kind = Literal["gathered", "communication", "gradients", "activations", "logits"]
@@ -50,7 +52,7 @@ class StepEvent(NamedTuple):
 
     moment: Moment
     phase: str
-    """"forward", "backward" or "step"."""
+    """"start-up", "forward", "backward" or "step"."""
     unit: str
     """The innermost unit that runs, "" being the root."""
     nbytes: int = 0
@@ -69,8 +71,8 @@ class Change(NamedTuple):
     nbytes: int
 
 
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "send"]
-"""What ranks do together."""
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "send", "read"]
+"""What ranks do together; "read" is not a collective: the memory of another process, or files."""
 
 
 class Transfer(NamedTuple):
@@ -85,6 +87,8 @@ class Transfer(NamedTuple):
     """Of an all-gather's output, a reduce-scatter's input, or the tensor that is reduced or sent."""
     early: bool = False
     """Whether it is for a later unit."""
+    stride: int = 0
+    """Ranks between neighbors in the group; 0 stands for those of the dimension."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ class Rank:
     sizes: Mapping[str, int]
     """Mesh dimension to size, all four of them."""
     at: Coordinate
+    replica: int
+    """Its place along "dp_replicate"."""
     device_type: str
     tensors: Mapping[str, TensorInfo]
     """By first name."""

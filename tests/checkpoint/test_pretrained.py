@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from composer_dist import DDPConfig, FSDP2Config
 from composer_dist.checkpoint import LoadResult, export_pretrained, full_model_state, load_pretrained
 from composer_dist.distributed import parallelize_model, prepare_fully_shard
-from composer_dist.distributed.weights import disk as pretrained
+from composer_dist.distributed.moving import shares
 from composer_dist.errors import (
     CheckpointKeyError,
     CheckpointRuntimeError,
@@ -39,7 +39,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 2)])
 @on_ranks("ranks")
-@mock.patch.object(pretrained, "_SMALL", 64)
+@mock.patch.object(shares, "SMALL", 64)
 def test_a_prepared_model_takes_the_files_values_in_place(path: Path, ranks: int, replicas: int) -> None:
     model, reference = built(seed=1), built(seed=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -79,7 +79,7 @@ def test_a_plain_model_without_a_process_group(path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks("ranks")
-@mock.patch.object(pretrained, "_SMALL", 64)
+@mock.patch.object(shares, "SMALL", 64)
 def test_models_that_are_not_sharded(path: Path, turned: Path, ranks: int) -> None:
     for device in ("cpu", "meta"):
         model = built(seed=1, device=device)

@@ -59,11 +59,13 @@ class InTurn(TorchDispatchMode):
 KINDS = {
     "_allgather_base_": "all_gather",
     "all_gather_into_tensor": "all_gather",
+    "allgather_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_tensor": "reduce_scatter",
     "allreduce_": "all_reduce",
     "all_reduce": "all_reduce",
     "broadcast_": "broadcast",
+    "recv_": "send",
 }
 """torch's operations by the names that plans have."""
 

@@ -53,7 +53,9 @@ def deliver(
         Bytes that this rank has sent and received.
     """
     schedules = {
-        source: list(in_buckets(slices_of(items, mesh, bucket_bytes), lambda one: one.nbytes, bucket_bytes))
+        source: list(
+            in_buckets(slices_of(items, mesh.here, bucket_bytes), lambda one: one.nbytes, bucket_bytes)
+        )
         for source, items in cargoes.items()
     }
     stage = stage or Stage("delivery")

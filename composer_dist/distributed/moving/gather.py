@@ -172,7 +172,7 @@ def _collect(
     if root is not None and root not in mesh.replica(mesh.rank):
         return
     keeps = root in (None, mesh.rank)
-    slices = list(slices_of(freights, mesh, limit))
+    slices = list(slices_of(freights, mesh.here, limit))
     left = Counter(id(one.cargo) for one in slices)
     waiting, dispatch = deque(freights), _Dispatch(mesh, root, device)
     for bucket in [[], *in_buckets(slices, lambda one: one.nbytes, limit)]:

@@ -8,7 +8,7 @@ sent directly from the source's storage into the target's; smaller ones share on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Generic, TypeVar
 
@@ -70,13 +70,15 @@ class Slice(Generic[F]):
         return (self.stop - self.start) * self.cargo.dtype.itemsize * self.copies
 
 
-def slices_of(cargoes: Sequence[F], mesh: Mesh, limit: int) -> Iterator[Slice[F]]:
-    """Cut every cargo so that no slice, counted over all the ranks it goes to, exceeds the limit."""
-    replica = mesh.table[0].flatten().tolist()
-    largest_at = mesh.at(replica[0])
+def slices_of(cargoes: Sequence[F], at: Coordinate, limit: int) -> Iterator[Slice[F]]:
+    """Cut every cargo so that no slice, counted over all the ranks it goes to, exceeds the limit.
+
+    Args:
+        at: any coordinate of the mesh.
+    """
     for cargo in cargoes:
-        largest = cargo.layout.part(largest_at).numel
-        copies = len(replica) if cargo.cut else 1
+        largest = cargo.layout.part(replace(at, shard=0, tp=0)).numel
+        copies = at.shards * at.tps if cargo.cut else 1
         step = max(1, limit // (cargo.dtype.itemsize * copies))
         for start in range(0, largest, step):
             yield Slice(cargo, start, min(start + step, largest), copies)
@@ -140,6 +142,16 @@ class Parcel:
             parts = self.messages[-1].split([part.numel() for part in self.staged])
             for part, home in zip(parts, self.staged, strict=True):
                 home.copy_(part)
+
+
+def message_sizes(slices: Sequence[Slice[Freight]], at: Coordinate) -> list[int]:
+    """The bytes of the messages that carry the part of a rank at a coordinate, as `Parcel` has them."""
+    sizes = []
+    for one in slices:
+        numel = one.cargo.layout.part(at).numel
+        sizes.append((min(one.stop, numel) - min(one.start, numel)) * one.cargo.dtype.itemsize)
+    packed = sum(size for size in sizes if size < LARGE)
+    return [*(size for size in sizes if size >= LARGE), *([packed] if packed else [])]
 
 
 def _sort(

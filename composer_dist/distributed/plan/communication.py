@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from types import MappingProxyType
 
 from composer_dist.distributed.feature_plan import Moment, Rank, StepEvent, Transfer
 from composer_dist.distributed.mesh.dimensions import FLATTENED
 from composer_dist.distributed.plan.decisions import Decisions
+from composer_dist.distributed.plan.start_up import Weights, delivered
 from composer_dist.distributed.plan.text import table
 from composer_dist.distributed.plan.topology import Topology
 from composer_dist.wording import human_bytes
@@ -18,22 +20,23 @@ class Traffic:
     """Collectives of one kind."""
 
     phase: str
-    """"forward" or "backward"."""
+    """"start-up", "forward" or "backward"."""
     collective: str
-    """"all_gather", "reduce_scatter", "all_reduce" or "broadcast"."""
+    """"all_gather", "reduce_scatter", "all_reduce", "broadcast" or "send"; or "read", which is none."""
     dimension: str
-    """Of the mesh."""
+    """Of the mesh, or several, "dp_shard x tp"; what is read."""
     ranks: int
     """In the group."""
     count: int
     bytes: int
-    """Of all of them: gathered outputs, inputs that are scattered, and tensors that are reduced or sent."""
+    """Of all of them: gathered outputs, inputs that are scattered, tensors that are reduced or sent, and what
+    is read."""
     seconds: float
-    """The sum of their times, with nothing else on the links."""
+    """The sum of their times, with nothing else on the links; 0 for reads."""
 
 
 class Communication(tuple[Traffic, ...]):
-    """The rows of a step, in the order of their first collectives."""
+    """The rows of the start-up and of a step, in the order of their first collectives."""
 
     uncounted: tuple[str, ...] = ()
     """Features whose collectives are not among the rows, because they depend on the batch."""
@@ -64,13 +67,20 @@ class Communication(tuple[Traffic, ...]):
 
 
 def estimate_communication(
-    plan: Decisions, rank: Rank, events: Iterable[StepEvent] | None, topology: Topology
+    plan: Decisions,
+    rank: Rank,
+    events: Iterable[StepEvent] | None,
+    topology: Topology,
+    weights: Weights | None = None,
 ) -> Communication:
     """See `ParallelPlan.communication`; without events, of a step in which each unit runs once."""
     found: dict[tuple[str, str, str, int], tuple[int, int, float]] = {}
-    for event, sent in transfers(plan, rank, _untraced(plan) if events is None else events):
-        for one, stride in sent:
-            took = topology.seconds(one.collective, one.nbytes, one.ranks, stride)
+    start, one_host = StepEvent("start-up", "start-up", ""), plan.world_size <= topology.ranks_per_host
+    for event, sent in transfers(plan, rank, chain([start], _untraced(plan) if events is None else events)):
+        first = delivered(plan, rank, weights, one_host) if event is start else ()
+        for one, stride in (*((one, _stride(rank, one)) for one in first), *sent):
+            read = one.collective == "read"
+            took = 0.0 if read else topology.seconds(one.collective, one.nbytes, one.ranks, stride)
             key = event.phase, one.collective, one.dimension, one.ranks
             count, nbytes, seconds = found.get(key, (0, 0, 0.0))
             found[key] = count + 1, nbytes + one.nbytes, seconds + took
@@ -92,13 +102,15 @@ def transfers(
     followers = [follow for one in plan.features.values() if (follow := one.communication(rank))]
     for event in events:
         sent = [one for follow in followers for one in follow(event)]
-        yield event, [(one, _stride(rank, one.dimension)) for one in sent]
+        yield event, [(one, _stride(rank, one)) for one in sent]
 
 
-def _stride(rank: Rank, dimension: str) -> int:
-    """Ranks between neighbors along a dimension."""
+def _stride(rank: Rank, one: Transfer) -> int:
+    """Ranks between neighbors in its group."""
+    if one.stride or one.collective == "read":
+        return one.stride
     names = list(rank.sizes)
-    last = "cp" if dimension == FLATTENED else dimension
+    last = "cp" if one.dimension == FLATTENED else one.dimension
     return prod(rank.sizes[name] for name in names[names.index(last) + 1 :])
 
 

@@ -124,7 +124,7 @@ def rank_of(plan: Decisions, structure: Structure, number: int) -> Rank:
         cut_rows = name in plan.parameter_units
         layouts[name] = Layout(one.info.shape, cut_rows, cut.dim if cut else None, cut.groups if cut else 1)
     tensors = {name: one.info for name, one in structure.tensors.items()}
-    return Rank(sizes, at, plan.device_type, tensors, layouts)
+    return Rank(sizes, at, number // sizes["tp"] // shards, plan.device_type, tensors, layouts)
 
 
 def _local_bytes(rank: Rank, name: str) -> int:

@@ -15,6 +15,7 @@ from composer_dist.distributed.plan.compute import ComputeEstimate, estimate_com
 from composer_dist.distributed.plan.decisions import Decisions, Subject
 from composer_dist.distributed.plan.html import html_report
 from composer_dist.distributed.plan.memory import MemoryEstimate, estimate_memory, rank_of
+from composer_dist.distributed.plan.start_up import Weights
 from composer_dist.distributed.plan.text import mesh_in_words, table, unit_rows
 from composer_dist.distributed.plan.topology import TOPOLOGIES, Topology, by_name
 from composer_dist.distributed.plan.trace import traced
@@ -55,25 +56,38 @@ class ParallelPlan(Decisions):
         return estimate_memory(self, self._subject(), rank, self._events(batch, loss, rank))
 
     def communication(
-        self, batch: Any = None, *, loss: Loss | None = None, rank: int = 0, topology: Topology | str = "h100"
+        self,
+        batch: Any = None,
+        *,
+        loss: Loss | None = None,
+        rank: int = 0,
+        topology: Topology | str = "h100",
+        weights: Weights | None = None,
     ) -> Communication:
-        """What a rank sends and receives in a step of training, the third or later, with one microbatch.
+        """What a rank sends and receives at start-up, and in a step: the third or later, with one microbatch.
 
         Bytes are those of an all-gather's output, a reduce-scatter's input, and the tensor of an all-reduce
         or a broadcast. With a batch, units, gradients and calls are followed through a traced step; without
         one, each unit runs once, and `.uncounted` names the features whose collectives depend on it: tensor
         and context parallelism. Not counted: what goes through the store and shared memory (`check_order`,
-        agreements), what the optimizer and clipping send, and the delivery of weights.
+        agreements, hashes of weights), and what the optimizer and clipping send.
+
+        At start-up, rank 0's weights are sent in messages, or read from its memory where all ranks are on one
+        host of the topology. From files, each rank reads its parts of the parameters, and what several ranks
+        hold is gathered. Weights that every rank has, or initializes, need neither, except that what stays
+        whole is initialized by one rank, which is not counted; nor is the optimizer's state.
 
         Args:
             batch, loss, rank: as for `memory`.
             topology: the links, "h100", "a100" or a `Topology`; see there for how seconds are computed.
+            weights: where they come from: "rank0", "files", or None, which is "rank0" where the configuration
+                has sync="rank0", and else of the ranks' own.
 
         Raises:
             ParallelismValueError: the plan has no such rank, or the batch does not suit the model.
         """
         here, events = rank_of(self, self._subject().structure, rank), self._events(batch, loss, rank)
-        return estimate_communication(self, here, events, by_name(topology, TOPOLOGIES))
+        return estimate_communication(self, here, events, by_name(topology, TOPOLOGIES), weights)
 
     def compute(
         self,

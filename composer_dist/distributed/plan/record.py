@@ -19,7 +19,7 @@ from composer_dist.tensors.nested import map_tensors, tensors_in
 
 
 @dataclass
-class Record:
+class StepRecord:
     """The events so far; the hooks of units run when FSDP2's would."""
 
     sizes: Mapping[str, int]
@@ -134,7 +134,7 @@ class Allocations(_torch.TorchDispatchMode):
         note: Callable[..., None],
         known: Sequence[Tensor] = (),
         logits: Container[int | None] = (),
-        record: Record | None = None,
+        record: StepRecord | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._note, self._logits, self._record = note, logits, record

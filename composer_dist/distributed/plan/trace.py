@@ -18,7 +18,7 @@ from composer_dist.distributed.activations import recompute as activations
 from composer_dist.distributed.context_parallelism.traced import traced_part
 from composer_dist.distributed.feature_plan import Rank, StepEvent
 from composer_dist.distributed.plan.decisions import Decisions, Subject
-from composer_dist.distributed.plan.record import Allocations, Record
+from composer_dist.distributed.plan.record import Allocations, StepRecord
 from composer_dist.distributed.tensor_parallel import apply as tensor_parallel
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.calling import Loss, call, example_batch, loss_of
@@ -94,7 +94,7 @@ def trace_step(structure: Structure, plan: Decisions, run: Run, rank: Rank) -> l
     memo: dict[int, Any] = {id(held.get()): fakes[name] for name, held in structure.tensors.items()}
     copied = read_structure(copy.deepcopy(structure.modules[""], memo))
     copied = activations.apply(copied, plan.activations)
-    record, (tp_rank, cp_rank) = Record(rank.sizes), _place(rank)
+    record, (tp_rank, cp_rank) = StepRecord(rank.sizes), _place(rank)
     tp = _torch.TracedMesh("tp", rank.sizes["tp"], tp_rank, record.send)
     cp = _torch.TracedMesh("cp", rank.sizes["cp"], cp_rank, record.send)
     if plan.tensor_parallel is not None:

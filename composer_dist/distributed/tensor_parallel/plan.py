@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
@@ -23,6 +24,9 @@ from composer_dist.structure.select import select, spell
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.parts import chunk
 from composer_dist.wording import near_miss
+
+_CUDA_STATE = 16
+"""Bytes of a CUDA generator's state: its seed and its offset."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,15 @@ class TensorParallelPlan(FeaturePlan):
     """The module whose output stays cut, for a loss that accepts cut logits."""
 
     def communication(self, rank: Rank) -> Callable[[StepEvent], Iterator[Transfer]]:
-        return sent_along("tp")
+        sent = sent_along("tp")
+        state = [torch.get_rng_state().nbytes, *([_CUDA_STATE] if rank.device_type == "cuda" else [])]
+
+        def follow(event: StepEvent) -> Iterator[Transfer]:
+            if event.moment == "start-up":  # the random state, which `apply.arm` aligns
+                yield from (Transfer("broadcast", "tp", self.size, nbytes) for nbytes in state)
+            yield from sent(event)
+
+        return follow
 
     def explain(self, module: str) -> str:
         one = self.modules.get(module)

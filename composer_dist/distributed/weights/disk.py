@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.distributed.moving.shares import shared_along, windows
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
 from composer_dist.files import checksums
@@ -36,10 +37,6 @@ from composer_dist.structure.structure import Structure
 from composer_dist.tensors.blueprint import Blueprint
 from composer_dist.wording import listed
 
-_SMALL = MIB
-"""Smaller parts, in bytes, are read in full by every rank that holds them."""
-_WINDOW = 4 * MIB
-"""Most bytes gathered at a time; more is not faster, and gloo buffers it twice."""
 _SAMPLE = MIB // 4
 
 
@@ -57,15 +54,10 @@ class UnfilledPart:
     @cached_property
     def sharing(self) -> tuple[int, ...]:
         """Dimensions of the mesh along which ranks hold the same part, of which each reads a share."""
-        local, mesh = self.local, self.mesh
-        if mesh is None or local.nbytes < _SMALL or local.device.type != mesh.device_type:
+        mesh = self.mesh
+        if mesh is None or self.local.device.type != mesh.device_type:
             return ()
-        cut = {"dp_replicate": False, "tp": self.layout.tp_dim is not None}
-        return tuple(
-            dim
-            for name, dim in mesh.dims.items()
-            if mesh.sizes[name] > 1 and not cut.get(name, self.layout.rows)
-        )
+        return tuple(mesh.dims[name] for name in shared_along(self.layout, self.local.nbytes, mesh.sizes))
 
 
 def check_weights(path: object, sync: str) -> None:
@@ -199,16 +191,9 @@ class Pretrained:
 
 
 def _windows(target: UnfilledPart, bucket_bytes: int) -> Iterator[tuple[int, int]]:
-    """Windows of a shared target, in which all its holders have equal shares: (first element, length).
-
-    The remainder at the end, less than one element per holder, is in no window.
-    """
     assert target.mesh is not None
     holders = prod(target.mesh.device_mesh.size(dim) for dim in target.sharing)
-    step = max(1, min(bucket_bytes, _WINDOW) // (target.local.itemsize * holders)) * holders
-    whole = target.local.numel() // holders * holders
-    for first in range(0, whole, step):
-        yield first, min(step, whole - first)
+    return windows(target.local.numel(), target.local.itemsize, holders, bucket_bytes)
 
 
 def _shares(target: UnfilledPart, bucket_bytes: int) -> Iterator[tuple[int, int]]:

@@ -26,10 +26,10 @@ from composer_dist.checkpoint import load_pretrained
 from composer_dist.distributed import parallelize_composer_model, parallelize_model
 from composer_dist.distributed.mesh.layout import Layout
 from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.distributed.moving import shares
 from composer_dist.distributed.moving.gather import gather
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.weights import disk as pretrained
 from composer_dist.distributed.weights.disk import Pretrained, UnfilledPart
 from composer_dist.errors import (
     CheckpointKeyError,
@@ -76,7 +76,7 @@ def same_start_and_training(model: nn.Module, optimizer: torch.optim.Optimizer) 
 @pytest.mark.parametrize("start", ["meta", "cpu"])
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
 @on_ranks("ranks")
-@mock.patch.object(pretrained, "_SMALL", 64)  # so that replicas share
+@mock.patch.object(shares, "SMALL", 64)  # so that replicas share
 def test_every_rank_reads_its_parts_and_nothing_else(
     tmp_path: Path, ranks: int, replicas: int, start: str
 ) -> None:
@@ -98,7 +98,7 @@ def test_every_rank_reads_its_parts_and_nothing_else(
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @on_ranks("ranks")
-@mock.patch.object(pretrained, "_SMALL", 64)  # so that replicas share
+@mock.patch.object(shares, "SMALL", 64)  # so that replicas share
 def test_replicas_read_a_share_each(tmp_path: Path, ranks: int) -> None:
     model = built(device="meta" if dist.get_rank() else "cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -188,7 +188,7 @@ def test_a_base_checkpoint_and_new_adapters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [phi3, qwen3, gpt2, tied_llama])
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 1), (4, 2)])
 @on_ranks("ranks")
-@mock.patch.object(pretrained, "_SMALL", 64)  # so that replicas share
+@mock.patch.object(shares, "SMALL", 64)  # so that replicas share
 def test_tensor_parallel_models_read_their_windows(
     tmp_path: Path, ranks: int, replicas: int, make: Callable[[], Any]
 ) -> None:
@@ -340,7 +340,7 @@ ONE, TWO = ["dp_shard", "tp", "dp_replicate"], ["dp_replicate dp_shard", "dp_sha
 
 @pytest.mark.parametrize("names", [*ONE, *TWO])
 @on_ranks(4)
-@mock.patch.object(pretrained, "_SMALL", 16)  # so that replicas share
+@mock.patch.object(shares, "SMALL", 16)  # so that replicas share
 def test_any_layout_on_any_mesh_shared_in_windows(tmp_path: Path, names: str) -> None:
     path = tmp_path / "all.safetensors"
     if dist.get_rank() == 0:
