@@ -55,7 +55,7 @@ FEATURES = {
     "torch.distributed.fsdp._common_utils.replace_grad_tensors": "inputs of units that are no views",
     "torch.distributed.fsdp._fully_shard._fsdp_common": "transforms of torch.func around units",
     "torch.distributed.fsdp._fully_shard._fsdp_param.ShardedState": "refusing to change parameters",
-    "torch.utils._python_dispatch._disable_current_modes": "changes through .data",
+    "torch.utils._python_dispatch._disable_current_modes": "changes through .data, compiling",
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "changes through .data",
     "torch.utils._pytree.tree_map_only": "activation_checkpointing=(..., {'save': ...})",
     "torch._inductor.list_mode_options": "compile={'mode': ...}, checked when planned",

@@ -2,11 +2,13 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from composer_dist.errors import ParallelismRuntimeError
 
@@ -47,7 +49,10 @@ _explanations: list[Callable[[RuntimeError], str | None]] = []
 
 
 def at_start_of_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` before every backward pass of the process, as `explain_in_backward` does."""
+    """Run `callback` before every backward pass of the process, as `explain_in_backward` does.
+
+    Also before those that the compiler traces; what the callback computes is not part of the trace.
+    """
     if callback not in _starts:
         _starts.append(callback)
         _watch_backward()
@@ -76,8 +81,9 @@ def _watch_backward() -> None:
 
     @functools.wraps(run)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        for callback in _starts:
-            callback()
+        with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
+            for callback in _starts:
+                callback()
         for leaf_of in _leaves if len(args) > 4 else ():
             args = (*args[:4], tuple(map(leaf_of, args[4])), *args[5:])
         calls = [None] * (not kwargs.get("accumulate_grad", True))

@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.training import average_gradients as averaging
 from composer_dist.distributed.training.average_gradients import average_plain_gradients
 from composer_dist.distributed.training.gradients import no_sync
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError
 from tests.kit.gradients import Toy, assert_grads, batch, collectives, grads, loss_of, prepared, reference
-from tests.kit.meshes import mine
+from tests.kit.meshes import ddp, mine
 from tests.kit.world import on_ranks
 
 pytestmark = pytest.mark.promise(94)
@@ -183,3 +184,19 @@ def test_one_process_needs_no_group() -> None:
     loss_of(model(batch()[0])).backward()
     assert_grads(model, reference(single, batch()))
     model.adapter(batch()[0]).sum().backward()  # no ranks, nothing to disagree about
+
+
+@pytest.mark.promise(104)
+@on_ranks(2)
+def test_another_model_is_compiled_while_gradients_wait() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    parallelize_model(model, ddp())
+    x = torch.ones(1, 3)
+    with no_sync(model):
+        model(x).sum().backward()
+    model[0].weight.grad.zero_()  # type: ignore[union-attr]
+    other = torch.compile(nn.Linear(3, 2), backend="aot_eager")
+    other(x).sum().backward()
+    assert other.weight.grad.tolist() == [[1.0] * 3] * 2  # type: ignore[union-attr]
+    model(x).sum().backward()
+    assert model[0].weight.grad.tolist() == [[1.0] * 3] * 2  # type: ignore[union-attr]
