@@ -73,7 +73,8 @@ def planned_and_real_traffic(
         alone = build()
     plan = plan_parallelism(alone, config, world_size=dist.get_world_size(), precision=precision)
     planned: Counter[Any] = Counter()
-    for row in plan.communication(batch, rank=dist.get_rank()):
+    rows = plan.communication(batch, rank=dist.get_rank())
+    for row in (one for one in rows if one.phase != "start-up"):
         planned[row.collective, row.ranks] += row.bytes
         planned[row.collective, row.ranks, "count"] += row.count
     real = build()

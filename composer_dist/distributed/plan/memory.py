@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from composer_dist import _torch
 from composer_dist.distributed.feature_plan import Rank, StepEvent
 from composer_dist.distributed.mesh.layout import Coordinate, Layout, padded_numel
+from composer_dist.distributed.plan.allocator import Allocator
 from composer_dist.distributed.plan.decisions import Decisions, Subject
 from composer_dist.distributed.plan.record import storages_made
 from composer_dist.distributed.plan.text import table
@@ -30,7 +31,7 @@ HOW = {
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """The memory of one rank in bytes, without the allocator's slack.
+    """The memory of one rank in bytes. Only `reserved` has the allocator's slack.
 
     The parts that a rank holds are exact. Those of a step are traced, and each is the most at any time of it;
     together they need not be in use at once. `peak` is the most that everything takes at a time.
@@ -59,6 +60,8 @@ class MemoryEstimate:
     communication: int = 0
     """Buffers of collectives."""
     peak: int = 0
+    reserved: int = 0
+    """What torch's caching allocator has reserved on an accelerator after a step; see `plan/allocator.py`."""
     peak_at: str = ""
     """Phase and unit."""
     at_peak: Mapping[str, int] = field(default_factory=dict)
@@ -74,6 +77,7 @@ class MemoryEstimate:
         ]
         if self.peak_at:
             rows.append(("all", human_bytes(self.peak), human_bytes(self.peak), self.peak_at))
+            rows.append(("reserved", human_bytes(self.reserved), "", "modeled"))
         else:
             rows.append(("all", human_bytes(self.peak), "", "without a step"))
         headings = {"memory of one rank": "left", "most": "right", "at the peak": "right", "how": "left"}
@@ -194,7 +198,8 @@ def followed_memory(
         {kind: getattr(known, kind) for kind in ("parameters", "optimizer", "buffers", "padding")}
     )
     most: Counter[str] = Counter()
-    best, at, where, total = Counter[str](), "", None, now.total()
+    best, at, where, held = Counter[str](), "", None, now.total()
+    total, allocator = held, Allocator()
     peak = high = total
     timeline: list[tuple[str, str, Mapping[str, int]]] = []
     entered = 0
@@ -204,6 +209,7 @@ def followed_memory(
             timeline.append((*where, dict(now)))
             entered = len(timeline)
         for kind, nbytes in changes:
+            allocator.change(kind, nbytes)
             now[kind] += nbytes
             total += nbytes
             most[kind] = max(most[kind], now[kind])
@@ -216,6 +222,7 @@ def followed_memory(
         known,
         **{kind: most[kind] for kind, how in HOW.items() if how != "exact"},
         peak=peak,
+        reserved=held + allocator.reserved,
         peak_at=at,
         at_peak=dict(best),
         timeline=tuple(timeline),

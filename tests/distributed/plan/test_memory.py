@@ -99,8 +99,16 @@ def _model() -> Any:
     return llama(hidden_size=128, intermediate_size=384, num_hidden_layers=3, vocab_size=500)
 
 
-@pytest.mark.parametrize("precision", [None, "amp_bf16"])
-@pytest.mark.parametrize("recomputed", [None, "composable", "selective"])
+@pytest.mark.parametrize(
+    ("precision", "recomputed"),
+    [
+        *((None, None), ("amp_bf16", "composable")),
+        pytest.param("amp_bf16", None, marks=pytest.mark.slow),
+        pytest.param(None, "composable", marks=pytest.mark.slow),
+        pytest.param(None, "selective", marks=pytest.mark.slow),
+        pytest.param("amp_bf16", "selective", marks=pytest.mark.slow),
+    ],
+)
 @on_ranks(2)
 def test_the_peak_of_a_step_is_that_of_a_real_one(precision: str | None, recomputed: str | None) -> None:
     """Of every allocation of torch on the CPU, gloo's buffers included."""

@@ -65,8 +65,11 @@ WAYS: dict[str, tuple[int, Callable[[], ParallelismConfig]]] = {
 @pytest.mark.parametrize(
     ("way", "make"),
     [
-        *((way, llama) for way in WAYS),
-        *(("sequence", pretrained_gpt2), ("cp x tp", pretrained_gpt2), ("loss", capped)),
+        *((way, llama) for way in ("tp", "sequence", "loss", "cp", "fsdp2 x tp", "selective")),
+        *(("sequence", pretrained_gpt2), ("loss", capped)),
+        pytest.param("recomputed", llama, marks=pytest.mark.slow),
+        pytest.param("cp x tp", llama, marks=pytest.mark.slow),
+        pytest.param("cp x tp", pretrained_gpt2, marks=pytest.mark.slow),
     ],
 )
 @on_ranks(lambda way, make: WAYS[way][0])
