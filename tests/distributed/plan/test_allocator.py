@@ -2,7 +2,7 @@
 
 import pytest
 
-from composer_dist.distributed.plan.allocator import MIB, Allocator
+from composer_dist.distributed.plan.memory import MIB, Allocator
 
 pytestmark = pytest.mark.promise(111)
 
