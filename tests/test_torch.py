@@ -433,6 +433,7 @@ def test_numpy_reads_memory_that_will_be_freed_but_cannot_write_it() -> None:
 def test_writes_through_data_of_watched_tensors_are_counted_and_nothing_else_differs() -> None:
     module, other = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
     weight = module.weight
+    _torch.forget_data({_torch.storage_key(weight)})  # what an earlier tensor at this address has left
     _torch.watch_data([weight])
     early, first = weight.data, _torch.data_writes(weight)
     writes: list[Any] = [
