@@ -9,7 +9,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.utils.dlpack
@@ -20,54 +20,50 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 _SLOT: Any = vars(torch._C.TensorBase)["data"]
 _read = _SLOT.__get__
-_watched: set[int] = set()
-"""The storages of watched tensors. Those that are gone by now cost a few bytes each."""
-_counters: dict[tuple[int, type, torch.device], Any] = {}
-"""For each storage and type whose `.data` was read, a tensor without memory that has the number.
-The device is in the key because a storage that is gone may leave its address to one of another device."""
+_watched: dict[int, Any] = {}
+"""The storages of watched tensors by address, each with what forgets all of it here when it is freed."""
+_counters: dict[tuple[int, type], Any] = {}
+"""For each storage and type whose `.data` was read, a tensor without memory that has the number."""
 _given: dict[int, tuple[int, int]] = {}
 """For each storage that was given out: how often its values were found changed, and their sum then."""
 _freed: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 """For each storage whose memory FSDP2 frees, the tensor that it holds."""
 
 
-def watch_data(tensors: Iterable[Tensor], are_freed: bool = False) -> set[int]:
-    """From now on, count the writes that autograd does not, of ordinary tensors and DTensors.
+def watch_data(tensors: Iterable[Tensor], are_freed: bool = False) -> None:
+    """As long as their storages live, count the writes that autograd does not.
 
     Args:
-        tensors: what to watch.
+        tensors: what to watch, ordinary tensors and DTensors; others are passed over.
         are_freed: their memory will be freed; numpy gets copies that cannot be written.
-
-    Returns:
-        What `forget_data` takes, for tensors that will be gone soon.
     """
     if not _watched:
         setattr(Tensor, "data", _CountedData())  # noqa: B010 - mypy knows its type
         for owner, name in _GIVING:
             if not hasattr(getattr(owner, name), "__wrapped__"):
                 setattr(owner, name, _noting(owner, name))
-    keys = {key: tensor for tensor in tensors if (key := _key(tensor)) is not None}
-    if are_freed:
-        _freed.update(keys)
-    new = keys.keys() - _watched
-    _watched.update(new)
-    return new
+    for tensor in tensors:
+        if (key := _key(tensor)) is None:
+            continue
+        if key not in _watched:
+            _watched[key] = ref(_storage(tensor), functools.partial(_forget, key))
+        if are_freed:
+            _freed[key] = tensor
 
 
-def forget_data(keys: set[int]) -> None:
-    """Stop counting."""
-    _watched.difference_update(keys)
-    for place in [place for place in _counters if place[0] in keys]:
-        del _counters[place]
-    for key in keys & _given.keys():
-        del _given[key]
+def _forget(key: int, _: Any) -> None:
+    """Another storage may come to be at the same address."""
+    del _watched[key]
+    _given.pop(key, None)
+    for kind in (Tensor, DTensor):
+        _counters.pop((key, kind), None)
 
 
 def data_writes(tensor: Tensor) -> int:
     """A number of a tensor that is watched, which grows with writes that autograd does not count."""
     if not wrote_data() or (key := _key(tensor)) is None:
         return 0
-    found = (_counters.get((key, kind, tensor.device)) for kind in (Tensor, DTensor))
+    found = (_counters.get((key, kind)) for kind in (Tensor, DTensor))
     counted: int = sum(counter._version for counter in found if counter is not None)
     if key not in _given:
         return counted
@@ -155,7 +151,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _counted(data: Any, key: int | None) -> Tensor:
-    place: Any = key, type(data), data.device
+    place: Any = key, type(data)
     counter: Any = _counters.get(place)
     if counter is None:
         counter = torch.empty(0, device=data.device) if type(data) is Tensor else data.detach()

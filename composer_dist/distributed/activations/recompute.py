@@ -299,7 +299,7 @@ class _Recomputation:
         before = self._kind.watch.before(self._block, {**self._parameters, **self._buffers})
         handed = [one for one in everything_in((args, self._kwargs)) if not one.is_inference()]
         versions = [_torch.version(tensor) for tensor in handed]
-        watched = _torch.watch_data(handed)
+        _torch.watch_data(handed)
         writes = [_torch.data_writes(tensor) for tensor in handed]
         output = self._function(*args, **self._kwargs)
         for tensor, *then in zip(handed, versions, writes, strict=True):
@@ -310,7 +310,6 @@ class _Recomputation:
                     "recomputed. Make a new tensor (x = x + 1 for x += 1), or leave the module out of "
                     "activation checkpointing."
                 )
-        _torch.forget_data(watched)
         if written := before.changed(self._parameters):
             names = [f"{key} of a {type(module).__name__}" for module, key in written]
             raise ParallelismRuntimeError(
