@@ -31,8 +31,8 @@ gradient is complete. "compute": an operator runs, with `work`. "send": the mode
 with `sent`."""
 
 
-Kind = Literal["gathered", "communication", "gradients", "activations", "logits"]
-"""What memory is used for during a step."""
+Kind = Literal["gathered", "communication", "gradients", "activations", "logits", "host"]
+"""What memory is used for during a step; "host" is that of the host, all others are the device's."""
 
 
 class Work(NamedTuple):

@@ -21,8 +21,8 @@ class HostSaved:
     `fully_shard` adds later.
     """
 
-    def __init__(self, module: nn.Module, pin_memory: bool) -> None:
-        self._pin_memory = pin_memory
+    def __init__(self, module: nn.Module, pin_memory: bool, host: str) -> None:
+        self._pin_memory, self._host = pin_memory, host
         self._open: list[contextlib.AbstractContextManager[Any]] = []
         module.register_forward_pre_hook(self._enter, prepend=True)
         module.register_forward_hook(self._leave, always_call=True)
@@ -30,9 +30,9 @@ class HostSaved:
     def _enter(self, module: nn.Module, args: Any) -> None:
         # Parameters are not activations, and FSDP2 frees and gathers its own.
         local = (p for p in module.parameters() if not isinstance(p, DTensor))
-        kept = {parameter.untyped_storage().data_ptr() for parameter in local}
+        kept = {_torch.storage_key(parameter) for parameter in local}
         region = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: to_host(tensor, kept, self._pin_memory), unpack
+            lambda tensor: to_host(tensor, kept, self._pin_memory, self._host), unpack
         )
         region.__enter__()
         self._open.append(region)
@@ -71,12 +71,14 @@ def stay(tensor: torch.Tensor) -> Packed:
     return Packed(tensor, None, _torch.version(tensor))
 
 
-def to_host(tensor: torch.Tensor, kept: Set[int], pin_memory: bool) -> Packed:
-    """Save the tensor in host memory, unless it is there already or its storage is in `kept`."""
-    host = tensor.device.type == "cpu" or tensor.layout is not torch.strided
-    if host or isinstance(tensor, DTensor) or tensor.untyped_storage().data_ptr() in kept:
+def to_host(
+    tensor: torch.Tensor, kept: Set[int] = frozenset(), pin_memory: bool = False, host: str = "cpu"
+) -> Packed:
+    """Save the tensor in host memory, unless it is there already or `kept` has its `storage_key`."""
+    stays = tensor.device.type == host or tensor.layout is not torch.strided
+    if stays or isinstance(tensor, DTensor) or _torch.storage_key(tensor) in kept:
         return stay(tensor)
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=pin_memory)
+    copy = torch.empty_like(tensor, device=host, pin_memory=pin_memory and host == "cpu")
     copy.copy_(tensor, non_blocking=pin_memory)
     return Packed(copy, tensor.device, 0)
 

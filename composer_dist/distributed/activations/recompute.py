@@ -75,7 +75,7 @@ def apply_ac(
     apply(structure, plan_activations(structure, Wishes(config=config, check_fn=check_fn), {}, ()))
 
 
-def apply(structure: Structure, plan: ActivationPlan | None) -> Structure:
+def apply(structure: Structure, plan: ActivationPlan | None, host: str = "cpu") -> Structure:
     """Checkpoint the planned modules in place, before compiling and sharding; return the new structure."""
     if plan is None:
         return structure
@@ -83,12 +83,12 @@ def apply(structure: Structure, plan: ActivationPlan | None) -> Structure:
     kinds = {(one.mode, repr(one.options)): one for one in ours}
     for kind, one in kinds.items():
         names = [other.module for other in ours if (other.mode, repr(other.options)) == kind]
-        checkpoint_modules(structure.modules[""], names, one.mode, one.options)
+        checkpoint_modules(structure.modules[""], names, one.mode, one.options, host)
     return read_structure(structure.modules[""])
 
 
 def checkpoint_modules(
-    model: nn.Module, names: Sequence[str], mode: Mode, options: Mapping[str, Any]
+    model: nn.Module, names: Sequence[str], mode: Mode, options: Mapping[str, Any], host: str = "cpu"
 ) -> None:
     """Checkpoint or offload the named modules, before sharding.
 
@@ -97,6 +97,7 @@ def checkpoint_modules(
         names: as in `named_modules`.
         mode: from `ac_mode`, except "memory_budget", which is for the compiler.
         options: from `ac_mode`, without `every`.
+        host: the device to which activations are offloaded.
 
     Raises:
         ParallelismValueError: see `check_modules`; the model is unchanged.
@@ -107,7 +108,7 @@ def checkpoint_modules(
     offload = options.pop("offload", mode == "offload")
     pinned = bool(options.pop("pin_memory", False))
     if "save" in options:
-        pack = functools.partial(to_host, kept=frozenset(), pin_memory=pinned) if offload else stay
+        pack = functools.partial(to_host, pin_memory=pinned, host=host) if offload else stay
         options["save"] = keeping(options["save"], pack)
     outside = _Outside(model)
     # Innermost first: wrapping a module changes the names of those inside it.
@@ -120,7 +121,7 @@ def checkpoint_modules(
             _replace(model, module, wrapper)
             module = wrapper
         if offload:
-            HostSaved(module, pinned)
+            HostSaved(module, pinned, host)
 
 
 def _replace(model: nn.Module, module: nn.Module, wrapper: nn.Module) -> None:
@@ -245,7 +246,8 @@ class _Recomputation:
         self, kind: _Recompute, block: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> None:
         self._kind, self._block, self._function, self._kwargs = kind, block, function, kwargs
-        self._again = copied((args, kwargs))
+        # Autograd saves the tensors, or offloads them.
+        self._again = copied(([None if isinstance(one, torch.Tensor) else one for one in args], kwargs))
         self._buffers = held_untrained(block)
         self._parameters = held(block, "_parameters")
         self._before = clones(self._buffers)

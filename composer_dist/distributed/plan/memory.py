@@ -22,9 +22,9 @@ from composer_dist.tensors.nested import tensors_in
 from composer_dist.wording import human_bytes
 
 HOW = {
-    **dict.fromkeys(("parameters", "gradients", "optimizer", "buffers", "padding", "host"), "exact"),
+    **dict.fromkeys(("parameters", "gradients", "optimizer", "buffers", "padding"), "exact"),
     **dict.fromkeys(("gathered", "communication"), "modeled"),
-    **dict.fromkeys(("activations", "logits"), "traced"),
+    **dict.fromkeys(("activations", "logits", "host"), "traced"),
 }
 """How each number is got."""
 
@@ -50,7 +50,7 @@ class MemoryEstimate:
     padding: int
     """What FSDP2 adds to parts, so that all ranks have as much."""
     host: int
-    """Parameters, gradients and optimizer state that are offloaded to host memory; not counted elsewhere."""
+    """What is offloaded to host memory, not counted elsewhere: exact, but for traced activations."""
     gathered: int = 0
     """Whole parameters."""
     activations: int = 0
@@ -111,8 +111,9 @@ def held_memory(plan: Decisions, subject: Subject, here: Rank) -> tuple[MemoryEs
     stepped = [_step(optimizer, structure, here) for optimizer in subject.optimizers]
     state, extra = sum(one for one, _ in stepped), max((most for _, most in stepped), default=0)
     held["host" if offloaded else "optimizer"] += state
-    estimate = MemoryEstimate(**{kind: held[kind] for kind, how in HOW.items() if how == "exact"})  # type: ignore[arg-type]
-    return replace(estimate, peak=held.total() - held["host"]), 0 if offloaded else extra
+    exact = {kind: held[kind] for kind, how in HOW.items() if how == "exact"}
+    estimate = MemoryEstimate(**exact, host=held["host"], peak=sum(exact.values()))  # type: ignore[arg-type]
+    return estimate, 0 if offloaded else extra
 
 
 def rank_of(plan: Decisions, structure: Structure, number: int) -> Rank:
@@ -197,7 +198,7 @@ def followed_memory(
     now: Counter[str] = Counter(
         {kind: getattr(known, kind) for kind in ("parameters", "optimizer", "buffers", "padding")}
     )
-    most: Counter[str] = Counter()
+    host, most = known.host, Counter(host=known.host)
     best, at, where, held = Counter[str](), "", None, now.total()
     total, allocator = held, Allocator()
     peak = high = total
@@ -209,6 +210,10 @@ def followed_memory(
             timeline.append((*where, dict(now)))
             entered = len(timeline)
         for kind, nbytes in changes:
+            if kind == "host":
+                host += nbytes
+                most[kind] = max(most[kind], host)
+                continue
             allocator.change(kind, nbytes)
             now[kind] += nbytes
             total += nbytes

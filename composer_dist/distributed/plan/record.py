@@ -17,6 +17,9 @@ from composer_dist.distributed.feature_plan import Kind, Moment, StepEvent, Tran
 from composer_dist.distributed.plan.work import work_of
 from composer_dist.tensors.nested import map_tensors, tensors_in
 
+HOST = torch.device("meta")
+"""The device of tensors in host memory, where a step of an accelerator is traced on the CPU."""
+
 
 @dataclass
 class StepRecord:
@@ -153,13 +156,18 @@ class Allocations(_torch.TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage not in self._seen:
                 self._seen.add(storage)
-                is_logits = tensor.dim() > 1 and tensor.shape[-1] in self._logits
-                noted = storage.nbytes(), "logits" if is_logits else "activations"
+                noted = storage.nbytes(), self._kind(tensor)
                 self._note("allocate", *noted)
                 weakref.finalize(storage, self._note, "free", *noted)
         if self._record is not None and (sent := _torch.functional_collective(func, args, made)):
             self._record.send(*sent)
         return made
+
+    def _kind(self, tensor: Tensor) -> Kind:
+        if tensor.device == HOST:
+            return "host"
+        is_logits = tensor.dim() > 1 and tensor.shape[-1] in self._logits
+        return "logits" if is_logits else "activations"
 
 
 @contextmanager

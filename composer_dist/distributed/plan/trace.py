@@ -18,7 +18,7 @@ from composer_dist.distributed.activations import recompute as activations
 from composer_dist.distributed.context_parallelism.traced import traced_part
 from composer_dist.distributed.feature_plan import Rank, StepEvent
 from composer_dist.distributed.plan.decisions import Decisions, Subject
-from composer_dist.distributed.plan.record import Allocations, StepRecord
+from composer_dist.distributed.plan.record import HOST, Allocations, StepRecord
 from composer_dist.distributed.tensor_parallel import apply as tensor_parallel
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.calling import Loss, call, example_batch, loss_of
@@ -38,7 +38,7 @@ def traced(subject: Subject, plan: Decisions, batch: Any, loss: Loss | None, ran
     """What `trace_step` says of a batch, traced once: the last few traces are kept with the subject.
 
     Nothing that a trace needs depends on the sizes of the mesh for data parallelism, on what is resharded, or
-    on what is offloaded, so plans of one subject that differ in these alone share their traces.
+    on what parameters are offloaded, so plans of one subject that differ in these alone share their traces.
     """
     shapes = map_tensors(lambda _, one: (tuple(one.shape), one.dtype), batch)  # type: ignore[arg-type, return-value]
     training = [one.training for one in subject.structure.modules.values()]
@@ -62,7 +62,8 @@ def _decisive(plan: Decisions) -> Any:
         (one.modules, one.parameters, one.mp_policy.param_dtype, one.mp_policy.cast_forward_inputs)
         for one in plan.units
     ]
-    return units, plan.replication, plan.tensor_parallel, plan.context_parallelism, plan.activations
+    features = plan.replication, plan.tensor_parallel, plan.context_parallelism, plan.activations
+    return units, *features, plan.device_type
 
 
 def _place(rank: Rank) -> tuple[int, int]:
@@ -93,7 +94,8 @@ def trace_step(structure: Structure, plan: Decisions, run: Run, rank: Rank) -> l
             fakes[name] = fake
     memo: dict[int, Any] = {id(held.get()): fakes[name] for name, held in structure.tensors.items()}
     copied = read_structure(copy.deepcopy(structure.modules[""], memo))
-    copied = activations.apply(copied, plan.activations)
+    host = plan.device_type if plan.device_type == "cpu" else HOST.type
+    copied = activations.apply(copied, plan.activations, host)
     record, (tp_rank, cp_rank) = StepRecord(rank.sizes), _place(rank)
     tp = _torch.TracedMesh("tp", rank.sizes["tp"], tp_rank, record.send)
     cp = _torch.TracedMesh("cp", rank.sizes["cp"], cp_rank, record.send)

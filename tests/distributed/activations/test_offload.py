@@ -1,6 +1,7 @@
 """Activation offloading: what is saved goes to the host and comes back, parameters stay."""
 
 import copy
+import weakref
 from collections import Counter
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from composer_dist.distributed.activations.options import ac_mode
 from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit import compare, models
-from tests.kit.planning import BLOCKS, checkpointed, dropping_gradients
+from tests.kit.planning import BLOCKS, Dropping, checkpointed, dropping_gradients, ids
 from tests.kit.world import on_ranks
 
 
@@ -26,10 +27,10 @@ def count_packed(value: Any) -> tuple[int, int]:
     packed, unpacked = [], []
     pack, unpack = activation_offload.to_host, activation_offload.unpack
 
-    def packing(tensor: torch.Tensor, kept: set[int], pin_memory: bool) -> Any:
-        if tensor.untyped_storage().data_ptr() not in kept:
+    def packing(tensor: torch.Tensor, kept: set[int], *options: Any) -> Any:
+        if _torch.storage_key(tensor) not in kept:
             packed.append(tensor)
-        return pack(tensor, kept, pin_memory)
+        return pack(tensor, kept, *options)
 
     def unpacking(item: Any) -> torch.Tensor:
         unpacked.append(item)
@@ -58,7 +59,7 @@ def test_saved_tensors_are_copied_to_the_host_but_parameters_are_not() -> None:
     source = torch.randn(3, 4).t()
     with mock.patch("torch.Tensor.device", torch.device("cuda")):  # a stand-in for another device
         packed = activation_offload.to_host(source, set(), False)
-        kept = activation_offload.to_host(source, {source.untyped_storage().data_ptr()}, False)
+        kept = activation_offload.to_host(source, {_torch.storage_key(source)}, False)
     copied = packed.tensor
     assert packed.home == torch.device("cuda")
     assert copied.device.type == "cpu"
@@ -106,6 +107,22 @@ def test_offload_frees_device_memory(value: str, pin_memory: bool) -> None:
     assert held["plain"] >= 4 * x.nbytes
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.promise(86)
+@pytest.mark.parametrize("mode", ["composable", "wrapped", "offload"])
+def test_nothing_else_keeps_what_was_offloaded(mode: Any) -> None:
+    """The host is the meta device here: values are lost, and the blocks' inputs are gone after a forward."""
+    model = Dropping()
+    checkpoint_modules(model, BLOCKS, mode, {} if mode == "offload" else {"offload": True}, host="meta")
+    given: list[Any] = []
+    for name in BLOCKS:
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args: given.append(weakref.ref(args[0].untyped_storage()))
+        )
+    output = model(ids())
+    assert output.requires_grad
+    assert [one() for one in given[1:]] == [None] * (len(BLOCKS) - 1)
 
 
 @pytest.mark.promise(86)

@@ -266,6 +266,24 @@ def test_an_optimizer_whose_step_needs_values_is_named() -> None:
         parallelize_model(Uneven(), FSDP2Config(), "AdamW")  # type: ignore[arg-type]
 
 
+def test_offloaded_activations_are_the_hosts_where_the_device_is_another() -> None:
+    """Of three blocks, and inputs of them in half precision; the second is recomputed at the peak."""
+    inputs = 4 * 64 * 128 * 2
+    for device, host in (("cpu", 0), ("cuda", 3 * inputs)):
+        found = []
+        for offload in (False, True):
+            checkpointing = ("composable", {"offload": offload})
+            mesh = MeshConfig(device_type=device)
+            config = ParallelismConfig(mesh=mesh, activation_checkpointing=checkpointing)
+            with torch.device("meta"):
+                model = _model()
+            found.append(plan_parallelism(model, config, world_size=2, precision="amp_bf16").memory((4, 64)))
+        kept, moved = found
+        assert kept.peak_at == moved.peak_at == "backward of model.layers.1"
+        assert (kept.host, moved.host) == (0, host)
+        assert kept.peak - moved.peak == (2 * inputs if host else 0)
+
+
 def test_one_trace_serves_all_estimates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = []
     monkeypatch.setattr(trace, "trace_step", lambda *given: seen.append(given) or trace_step(*given))
