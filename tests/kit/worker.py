@@ -26,6 +26,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist._torch import clear_dtensor_caches
 from composer_dist.distributed.mesh.mesh import forget_meshes
@@ -202,5 +203,8 @@ def _tear_down() -> None:
         dist.destroy_process_group()
     clear_dtensor_caches()
     forget_meshes()
+    for mesh in gc.get_objects():
+        if type(mesh) is DeviceMesh:  # torch 2.12 never frees those of DTensors
+            mesh._pg_registry.clear()
     gc.collect()
     gc.freeze()  # what is left are imports and caches that stay: keeps the next collection short
