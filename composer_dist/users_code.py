@@ -21,7 +21,7 @@ def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     for cause in _causes(error):
         here = [*traceback.extract_tb(cause.__traceback__), *_of_syntax(cause)]
         for raised in (here, *_of_worker(cause)):
-            if frames := [frame for frame in raised if _is_users(frame.filename)]:
+            if frames := [frame for frame in raised if is_users_file(frame.filename)]:
                 return frames
     return []
 
@@ -53,6 +53,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _is_users(file: str) -> bool:
+def is_users_file(file: str) -> bool:
+    """Whether a source file is the user's own."""
     path = Path(file).resolve()
     return not (file.startswith("<") or _INSTALLED.intersection(path.parts) or str(path).startswith(_OTHERS))

@@ -25,8 +25,8 @@ PUBLIC = {
         "ParallelismConfig ParallelismError Precision Rule TPConfig Trainer"
     ),
     "composer_dist.distributed": (
-        "DDPSyncStrategy ParallelPlan Preparation Verification accumulate accumulated_bytes apply_ac "
-        "assert_no_meta build_mesh clip_grad_norm clip_grad_value context_parallel convert_sync_batch_norm "
+        "DDPSyncStrategy HangGuard ParallelPlan Preparation Verification accumulate accumulated_bytes "
+        "apply_ac assert_no_meta build_mesh clip_grad_norm clip_grad_value context_parallel convert_sync_batch_norm "
         "ddp_sync_context fsdp_mesh init_context launch meta_init named_parameters_canonical no_sync "
         "parallel_cross_entropy parallelize_composer_model parallelize_model plan_parallelism "
         "prepare_fully_shard register_strategy register_tensor_codec revert_sync_batch_norm sampler_kwargs "
@@ -140,7 +140,7 @@ NOT_TORCHS = {
     "_attn_implementation _init_weights _name_or_path _supports_sdpa _tp_plan": "transformers'",
     "_defaults": "torchmetrics'",
     "_new_buffer": "torchao's",
-    "_exit": "os's",
+    "_exit _current_frames": "os's and sys's",
 }
 
 

@@ -1,7 +1,7 @@
 """Process groups, collectives and meshes."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -128,3 +128,16 @@ def ring_attention(mesh: DeviceMesh, length: int, balanced: bool) -> Iterator[No
             yield
     finally:
         _cp_options.enable_load_balance = before
+
+
+def collectives_entered() -> dict[str, tuple[list[int], int]]:
+    """For each process group that counts them its ranks, and how many collectives this rank has entered.
+
+    Every backend of torch counts them, to compare them in debug mode. Since torch 1.10.
+    """
+    found: dict[str, tuple[list[int], int]] = {}
+    groups: list[tuple[Any, Any]] = list(distributed_c10d._world.pg_group_ranks.items())
+    for group, ranks in groups:
+        with suppress(RuntimeError, ValueError):
+            found[group.group_name] = sorted(ranks), group._get_sequence_number_for_group()
+    return found

@@ -11,6 +11,7 @@ from .prepare import parallelize_composer_model as parallelize_composer_model
 from .prepare import parallelize_model as parallelize_model
 from .prepare import process_group as process_group
 from .prepared import named_parameters_canonical as named_parameters_canonical
+from .ranks.hangs.guard import HangGuard as HangGuard
 from .ranks.launch import launch as launch
 from .replication.apply import DDPSyncStrategy as DDPSyncStrategy
 from .replication.apply import ddp_sync_context as ddp_sync_context

@@ -1,8 +1,10 @@
 """Checks of the Trainer's arguments."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from composer_dist.distributed.ranks.hangs.guard import SECTIONS
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import Precision
 from composer_dist.trainer.clock import Time, TimeUnit
@@ -31,6 +33,29 @@ def check_duration(max_duration: Time | str | int | None) -> Time | None:
     if found is not None and found.unit is TimeUnit.DURATION:
         raise ParallelismValueError(f"max_duration='{found}' is a share of itself; 'dur' is for intervals.")
     return found
+
+
+def hang_limits(given: object) -> dict[str, float] | float | None:
+    """Seconds for a `HangGuard`, of a `hang_timeout`; infinity if it is False."""
+    if given is False:
+        return math.inf
+    if given is None or given is True:
+        return None
+    if not isinstance(given, Mapping):
+        return _seconds("hang_timeout", given)
+    if unknown := sorted(set(given) - set(SECTIONS)):
+        named = ", ".join(map(repr, unknown))
+        raise ParallelismValueError(f"hang_timeout has no section {named}; it has {', '.join(SECTIONS)}.")
+    return {section: _seconds(f"hang_timeout[{section!r}]", one) for section, one in given.items()}
+
+
+def _seconds(name: str, given: object) -> float:
+    """Of a time string in seconds, minutes or hours, or of a number of them."""
+    number = isinstance(given, int | float) and not isinstance(given, bool)
+    time = Time.positive(name, f"{given}sec" if number else given)  # type: ignore[arg-type]
+    if time.unit is not TimeUnit.SECOND:
+        raise ParallelismValueError(f"{name}='{given}' is not a time in seconds; write '60s' or '1h30m'.")
+    return float(time.value)
 
 
 def check_microbatch_size(size: object) -> None:

@@ -63,8 +63,19 @@ class Event(StrEnum):
     PREDICT_BATCH_END = "predict_batch_end"
     PREDICT_END = "predict_end"
 
+    @property
+    def section(self) -> str:
+        """What a rank does after this event, for a `HangGuard`."""
+        if self in (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT):
+            return "save"
+        if self.value.startswith(("eval_", "predict_")):
+            return "evaluation"
+        return "setup" if self is Event.INIT else "step"
+
     def doing(self, batch: int) -> str:
         """What a rank does after this event, in batch number `batch` from 0, for error messages."""
+        if self is Event.INIT:
+            return "the set-up"
         if self.value in _DOING:
             return f"{_DOING[self.value]} of batch {batch}"
         for kind, words in (("eval_", "evaluation"), ("predict_", "prediction")):

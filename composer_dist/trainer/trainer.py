@@ -17,12 +17,13 @@ from composer_dist.distributed.account import Preparation
 from composer_dist.distributed.prepare import parallelize_composer_model
 from composer_dist.distributed.prepared import mesh_of
 from composer_dist.distributed.ranks import process_group
+from composer_dist.distributed.ranks.hangs.guard import HangGuard
 from composer_dist.distributed.ranks.launcher_variables import check_alone
 from composer_dist.distributed.ranks.reports import told_to_all
 from composer_dist.distributed.training.gradients import Accumulate, accumulated_bytes
 from composer_dist.errors import ParallelismValueError
 from composer_dist.precision import Precision, as_precision
-from composer_dist.trainer.arguments import check_duration, check_options, listed, positive
+from composer_dist.trainer.arguments import check_duration, check_options, hang_limits, listed, positive
 from composer_dist.trainer.callbacks import Callback, LRMonitor, ProgressBar, SpeedMonitor
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.data.randomness import seed_all, use_deterministic_algorithms
@@ -81,6 +82,8 @@ class Trainer:
         callbacks: called at every event, in this order; LRMonitor and SpeedMonitor are added if missing.
         loggers: where metrics go.
         progress_bar: show one, on rank 0.
+        hang_timeout: how long a rank may make no progress, such as "10m", or {"step": "10m", "save": "1h"};
+            None learns it, False waits forever. See `HangGuard`.
         resume: a checkpoint's path, or a `Resume`; True resumes from the newest checkpoint of the
             `CheckpointSaver` among the callbacks, and starts a new run if there is none yet.
 
@@ -116,6 +119,7 @@ class Trainer:
         callbacks: Callback | Sequence[Callback] = (),
         loggers: LoggerDestination | Sequence[LoggerDestination] = (),
         progress_bar: bool = True,
+        hang_timeout: Mapping[str, str | float] | str | float | None = None,
         resume: Resume | str | os.PathLike[str] | bool | None = None,
     ) -> None:
         check_model(model)
@@ -147,6 +151,8 @@ class Trainer:
             precision=precision,
             remember=self.state_dict,
         )
+        self._event, limits = Event.INIT, hang_limits(hang_timeout)
+        self._guard = HangGuard(limits, doing=lambda: self._event.doing(self.state.timestamp.batch))
         self._restore_algorithms = use_deterministic_algorithms() if deterministic else None
         self.preparation: Preparation | None = None
         """What the preparation of the model did, if this Trainer prepared it."""
@@ -177,7 +183,8 @@ class Trainer:
         self.resumed_from: str | None = None
         """The checkpoint with which this Trainer began."""
         if resume is not None:
-            self.resumed_from = resume_run(resume, self.state, self.callbacks, self.load_state_dict)
+            with self._guard.at("load"):
+                self.resumed_from = resume_run(resume, self.state, self.callbacks, self.load_state_dict)
 
     def _prepare_model(
         self, config: Any, device: str | torch.device | None, seed: int | None
@@ -192,7 +199,8 @@ class Trainer:
         state, model = self.state, self.state.model
         if config is not None:
             optimizers, precision = state.optimizers or None, state.precision
-            self.preparation = parallelize_composer_model(model, optimizers, config, precision)
+            with self._guard.at("setup"):
+                self.preparation = parallelize_composer_model(model, optimizers, config, precision)
         mesh = mesh_of(model)
         part = data_part(mesh)
         if seed is not None:
@@ -284,6 +292,7 @@ class Trainer:
     def run_event(self, event: Event) -> None:
         """Calls every callback, then every logger."""
         self._event = event
+        self._guard.beat(event.section)
         for callback in self._listeners:
             callback.run_event(event, self.state, self.logger)
 
@@ -334,7 +343,7 @@ class Trainer:
     def _closing_on_error(self) -> Iterator[None]:
         """Closes callbacks and loggers on an error or Ctrl-C; if another rank died, raises its report."""
         try:
-            with told_to_all(lambda: self._event.doing(self.state.timestamp.batch)):
+            with self._guard.at(self._event.section), told_to_all(self._guard.doing):
                 yield
         except BaseException:
             self.close()

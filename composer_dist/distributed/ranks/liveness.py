@@ -8,6 +8,7 @@ other hosts, or without /proc.
 import os
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 Identity = list[str]
 
@@ -19,12 +20,19 @@ def identify() -> Identity | None:
     return [*here, str(os.getpid()), state[1]] if here and state else None
 
 
+def state_of(identity: Identity | None) -> Literal["runs", "stopped", "ended"] | None:
+    """Whether a process runs or sleeps, is stopped by a signal or a debugger, or has ended; None: unknown."""
+    if identity is None or identity[:2] != _here():
+        return None
+    state = _state(int(identity[2]))
+    if state is None or state[1] != identity[3] or state[0] in "ZX":
+        return "ended"
+    return "stopped" if state[0] in "Tt" else "runs"
+
+
 def has_ended(identity: Identity | None) -> bool:
     """Whether the process is known to have ended; False if that cannot be known."""
-    if identity is None or identity[:2] != _here():
-        return False
-    state = _state(int(identity[2]))
-    return state is None or state[1] != identity[3] or state[0] in "ZX"
+    return state_of(identity) == "ended"
 
 
 @cache
