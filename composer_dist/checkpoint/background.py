@@ -5,6 +5,7 @@ thread runs no collectives, and its agreements use separate keys in the store. A
 progress. The thread is not a daemon, so the interpreter waits for it before it exits.
 """
 
+import atexit
 import logging
 import threading
 from typing import Protocol
@@ -75,6 +76,10 @@ class PendingSave:
         """Whether it has ended, successfully or not."""
         return self._ended.is_set()
 
+    def done_within(self, seconds: float) -> bool:
+        """Whether it has ended, after waiting at most so long."""
+        return self._ended.wait(seconds)
+
     def check(self) -> None:
         """Raise the error if the save has failed, the same on every rank; does not wait.
 
@@ -105,7 +110,6 @@ class PendingSave:
             job.run(agreement)
         except BaseException as error:
             self._error = error
-            _log.error("An asynchronous save failed: %s", error)
         finally:
             self._ended.set()
 
@@ -113,6 +117,13 @@ class PendingSave:
 _pending: PendingSave | None = None
 
 _buffers = Buffers()
+
+
+@atexit.register
+def _tell_at_exit() -> None:
+    """Log an error that nobody has asked for."""
+    if _pending is not None and _pending._error is not None:
+        _log.error("An asynchronous save failed: %s", _pending._error)
 
 
 def finish_pending() -> None:

@@ -12,6 +12,7 @@ from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.recipe.dry_run import describe
 from composer_dist.recipe.output.folder import run_folder
 from composer_dist.recipe.read import Configuration, read_configuration
+from tests.kit.scripts.locking import holding
 
 RUN = """\
 model: {kind: module, name: torch.nn.Linear, arguments: {in_features: 3, out_features: 2}, num_classes: 2}
@@ -46,12 +47,14 @@ def test_the_folder_has_the_configuration_and_the_environment(tmp_path: Path) ->
 
 
 def test_two_runs_at_a_time_cannot_have_one_folder(tmp_path: Path) -> None:
-    with run_folder(read(tmp_path)):
-        text = f"Another run writes to out={tmp_path}/out .process {os.getpid()} on "
+    (tmp_path / "out").mkdir()
+    with holding(tmp_path / "out") as other:
+        text = f"Another run writes to out={tmp_path}/out .process {other.pid} on "
         with pytest.raises(ParallelismValueError, match=text), run_folder(read(tmp_path)):
             raise AssertionError
     with run_folder(read(tmp_path)):  # free again
-        pass
+        assert (tmp_path / "out" / ".lock").exists()
+    assert not (tmp_path / "out" / ".lock").exists()
 
 
 @pytest.mark.parametrize("name", [".lock", "configuration.yaml", "metrics.jsonl"])

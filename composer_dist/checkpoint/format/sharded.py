@@ -18,7 +18,7 @@ from composer_dist.checkpoint.format import dcp as dcp_metadata
 from composer_dist.checkpoint.format.dcp import Item
 from composer_dist.checkpoint.format.shares import LocalBox, boxes_of, choose, own
 from composer_dist.checkpoint.format.state_tree import Leaves, encode
-from composer_dist.checkpoint.storage.place import Place, complete
+from composer_dist.checkpoint.storage.place import Place, complete, writing
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.files.checked import CheckedFile
 from composer_dist.files.checkpoint_format import (
@@ -116,7 +116,9 @@ class Saving:
         name = f"__{rank}_{self.token}.distcp"
         tensors, objects = [], []
         where = f"{os.fspath(self.place.path)}/{name}"
-        with CheckedFile(self.place.sink(self.token, name), name, where=where) as file:
+        with writing(self.place):
+            sink = self.place.sink(self.token, name)
+        with CheckedFile(sink, name, where=where) as file:
             for piece in self.pieces:
                 places = file.save_tensor(own(piece.values))
                 tensors.append([piece.name, list(piece.start), list(piece.values.shape), *places])

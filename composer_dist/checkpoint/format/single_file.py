@@ -11,7 +11,7 @@ from typing import Any
 from composer_dist.checkpoint.background import Buffers
 from composer_dist.checkpoint.format.state_tree import Leaves, decode, encode
 from composer_dist.checkpoint.gather import agree_on, gather_full
-from composer_dist.checkpoint.storage.place import Place, complete
+from composer_dist.checkpoint.storage.place import Place, complete, writing
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.files.checked import CheckedFile, Sink
 from composer_dist.files.torch_save import LENGTH, block_for, seal_of
@@ -57,9 +57,9 @@ class SavingFile:
         try:
             with agreement.together("the file of the checkpoint"):
                 if here:
-                    write_single_file(
-                        self.whole, self.place.sink(self.token, None), os.fspath(self.place.path)
-                    )
+                    with writing(self.place):
+                        sink = self.place.sink(self.token, None)
+                    write_single_file(self.whole, sink, os.fspath(self.place.path))
                     complete(self.place, self.token, {}, self.keep)
         except BaseException:
             if here:

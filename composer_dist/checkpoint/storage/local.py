@@ -7,6 +7,7 @@ A checkpoint is written under another name beside its place (`.name.token.tmp`) 
   `checkpoint.json` is replaced, which is one step for the file system. The old files are removed last.
 - If a file replaces a directory, or the reverse, or if the place is a link, the old one is first renamed to
   `.name.token.old`. `resolve` finds it there under its own name until the new one is in place.
+- A checkpoint that is removed is first renamed to `.name.token.gone`.
 
 If the process is killed at any moment, the place has no checkpoint, the old one or the new one.
 """
@@ -33,7 +34,7 @@ DAMAGED = ".damaged"
 """The end of the name of a checkpoint that was set aside."""
 _MOST_HELD = 256
 """Files to keep open: processes may open a thousand."""
-_ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(tmp|old)")
+_ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(tmp|old|gone)")
 """Names of files and directories that are written, or kept, beside their place."""
 
 
@@ -61,7 +62,7 @@ class LocalPlace:
                 _remove(old)
             else:
                 old.rename(path)
-        for left in _beside(path, "tmp"):
+        for left in (*_beside(path, "tmp"), *_removed(path.parent)):
             _remove(left)
         token = secrets.token_hex(4)
         if sharded:
@@ -80,7 +81,7 @@ class LocalPlace:
         put_in_place(self._aside(token), self.path)
 
     def discard(self, token: str) -> None:
-        with suppress(OSError):
+        with suppress(OSError, CheckpointError):
             _remove(self._aside(token))
 
     def read(self, name: str) -> bytes | None:
@@ -111,18 +112,17 @@ class LocalPlace:
     def probe(self) -> None:
         """Write a file here, in a new directory if need be, and remove it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self.path.parent):
-            pass
+        with tempfile.TemporaryFile(dir=self.path.parent) as file:
+            file.write(b"-")
 
     def beside(self) -> list[str]:
         return [str(path) for path in _newest_first(self.path.parent) if path != self.path]
 
     def remove(self) -> None:
-        """Remove the checkpoint, its mark first, so that half of it never looks like a checkpoint."""
-        path = resolve(self.path)
-        if path.is_dir():
-            (path / NAME).unlink()
-        _remove(path)
+        """Remove the checkpoint; it is gone in one step, and the next save removes what a kill leaves."""
+        gone = _named_aside(self.path, secrets.token_hex(4), "gone")
+        resolve(self.path).rename(gone)
+        _remove(gone)
 
     def _aside(self, token: str) -> Path:
         return _named_aside(self.path, token, "tmp")
@@ -208,6 +208,12 @@ def _beside(path: Path, purpose: str) -> Iterator[Path]:
         for name in sorted(os.listdir(path.parent)):
             if (match := _ASIDE.fullmatch(name)) and match.groups() == (path.name, purpose):
                 yield path.parent / name
+
+
+def _removed(directory: Path) -> list[Path]:
+    """What is left in a directory of checkpoints that were being removed."""
+    found = [(name, _ASIDE.fullmatch(name)) for name in os.listdir(directory)]
+    return [directory / name for name, match in found if match and match[2] == "gone"]
 
 
 def _sync(directory: Path) -> None:

@@ -4,6 +4,8 @@
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -81,11 +83,27 @@ def complete(place: Place, token: str, marks: dict[str, bytes], keep: int | None
     Raises:
         CheckpointRuntimeError: the file system reports an error, such as a full disk.
     """
-    try:
+    with writing(place):
         place.finish(token, marks)
-        if keep is not None:
-            for old in place.beside()[max(keep - 1, 0) :]:
-                place_of(old).remove()
+        remove_older(place, keep)
+
+
+def remove_older(place: Place, keep: int | None) -> None:
+    """Remove the checkpoints beside a complete one, but for the newest; in all `keep` stay."""
+    if keep is not None:
+        for old in place.beside()[max(keep - 1, 0) :]:
+            place_of(old).remove()
+
+
+@contextmanager
+def writing(place: Place) -> Iterator[None]:
+    """Make errors of the file system name the checkpoint.
+
+    Raises:
+        CheckpointRuntimeError: such an error.
+    """
+    try:
+        yield
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise

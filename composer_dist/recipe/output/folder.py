@@ -1,7 +1,6 @@
 """The folder of a run: writable, used by one run at a time, with a record of how the run was started."""
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -19,6 +18,8 @@ from typing import Any
 import torch
 import yaml
 
+from composer_dist.checkpoint.storage.lock import NAME as LOCK
+from composer_dist.checkpoint.storage.lock import FolderLock
 from composer_dist.distributed import process_group
 from composer_dist.errors import ParallelismValueError
 from composer_dist.files.index import check_inside
@@ -26,7 +27,7 @@ from composer_dist.recipe.named import PLACES
 from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import Run
 
-CONFIGURATION, ENVIRONMENT, LOCK = "configuration.yaml", "environment.json", ".lock"
+CONFIGURATION, ENVIRONMENT = "configuration.yaml", "environment.json"
 _WRITTEN = (CONFIGURATION, ENVIRONMENT, LOCK, PLACES["file"]["path"], f"{PLACES['file']['path']}.new")
 _LINKS = ("checkpoints", "base", "model", "model.pt", "adapter", PLACES["tensorboard"]["log_dir"])
 """What a link could make the run write, replace or remove elsewhere."""
@@ -49,7 +50,9 @@ def run_folder(configuration: Configuration) -> Iterator[None]:
                 out.mkdir(parents=True, exist_ok=True)
                 if rank == 0:
                     check_inside(out, _WRITTEN)
-                    stack.enter_context(_lock(out))
+                    lock = FolderLock(out, f"out={out}", "another out")
+                    lock.take()
+                    stack.callback(lock.release)
                     _record(out, configuration, world)
             except OSError as error:
                 raise ParallelismValueError(
@@ -90,26 +93,6 @@ def check_places(run: Run) -> None:
             ) from None
         if key.endswith("path") and path.is_dir():
             raise ParallelismValueError(f"{key}={place} is a folder: give the name of a file in it.")
-
-
-@contextlib.contextmanager
-def _lock(out: Path) -> Iterator[None]:
-    """Keeps other runs out, until this one or its process ends."""
-    with (out / LOCK).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise ParallelismValueError(
-                f"Another run writes to out={out} ({file.read().strip()}): their checkpoints and metrics "
-                "would mix. Wait for its end, or choose another out."
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        yield
 
 
 def _record(out: Path, configuration: Configuration, world: int) -> None:

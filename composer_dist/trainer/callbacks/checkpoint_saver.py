@@ -2,17 +2,25 @@
 
 import logging
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from composer_dist.checkpoint import PendingSave, save_checkpoint
 from composer_dist.checkpoint.kinds.optimizer_names import parameter_names
-from composer_dist.checkpoint.storage.place import check_writable
+from composer_dist.checkpoint.storage.lock import FolderLock
+from composer_dist.checkpoint.storage.place import check_writable, place_of, remove_older
 from composer_dist.distributed.prepared import state_dict_type
 from composer_dist.distributed.ranks import process_group
-from composer_dist.errors import ParallelismError, ParallelismValueError
+from composer_dist.errors import (
+    CheckpointError,
+    CheckpointRuntimeError,
+    ParallelismError,
+    ParallelismValueError,
+    in_words,
+)
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.events import Every
@@ -21,6 +29,8 @@ from composer_dist.trainer.signals import EXIT_STATUS, SigtermWatch
 from composer_dist.trainer.state import State
 
 _log = logging.getLogger("composer_dist")
+_PATIENCE = 60.0
+"""Seconds that training waits for a save in the background that is still written when the next one is due."""
 
 
 class CheckpointSaver(Callback):
@@ -29,6 +39,11 @@ class CheckpointSaver(Callback):
     A checkpoint holds the model, the optimizers, and what `Trainer.state_dict` returns: clock, schedulers,
     callbacks, the position in the data, each rank's random generators. It is a directory to which every rank
     writes its part, or with `FSDP2Config(state_dict_type="full")` a single file.
+
+    One process at a time may save to a folder; others are refused (but not at a URL, which cannot be locked).
+    If the disk is full, read-only or gone, one warning says so, training continues, and the next save tries
+    again; `fit` raises at its end if the last save has failed. Where a save in the background has not ended a
+    minute after the next one was due, that one is skipped, with a warning.
 
     While `fit` runs, SIGTERM does not end the process: all ranks finish the present batch or the next one,
     save, and exit with `SystemExit(143)`. Then the previous handler is restored.
@@ -46,6 +61,7 @@ class CheckpointSaver(Callback):
     Raises:
         ParallelismValueError: the interval or `keep` is not positive; a filename that never changes, or is in
             another folder.
+        CheckpointRuntimeError: from `fit`, at its end or after SIGTERM: the last save failed.
     """
 
     def __init__(
@@ -83,15 +99,24 @@ class CheckpointSaver(Callback):
         self._writing: str = ""
         """The path of the last save, until it is complete and `latest` points to it."""
         self._saved: Timestamp | None = None
+        self._failure: CheckpointError | None = None
+        """Why the last save failed, which has been told."""
+        self._slow = False
+        """Whether it has been told that a save takes long."""
+        self._lock: FolderLock | None = None
+        if not _is_url(self.folder):
+            path = self.folder.removeprefix("file://")
+            self._lock = FolderLock(path, f"the folder of checkpoints {path}", "another folder")
 
     def init(self, state: State, logger: Logger) -> None:
         """Finds out now whether the folder can be written, and not at the first save.
 
         Raises:
-            ParallelismValueError: single files at a URL, from which they cannot be loaded.
+            ParallelismValueError: single files at a URL, from which they cannot be loaded; another process
+                saves to the folder.
         """
         self._sharded = state_dict_type(state.model) == "sharded"
-        if not self._sharded and "://" in self.folder.removeprefix("file://"):
+        if not self._sharded and _is_url(self.folder):
             raise ParallelismValueError(
                 f'FSDP2Config(state_dict_type="full"): no run can be resumed from single files at a URL '
                 f'({self.folder}). Use state_dict_type="sharded", or a folder.'
@@ -99,9 +124,13 @@ class CheckpointSaver(Callback):
         with process_group.together("the folder of checkpoints"):
             if state.rank == 0:
                 check_writable(self.folder)
+                self._take_lock()
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Watches for SIGTERM; what has passed of the interval counts as saved."""
+        with process_group.together("the folder of checkpoints"):
+            if state.rank == 0:
+                self._take_lock()
         for optimizer in state.optimizers:
             parameter_names(state.model, optimizer)  # raises now if it cannot be saved
         if self._every is not None:
@@ -124,53 +153,119 @@ class CheckpointSaver(Callback):
         self._save_if_due(state)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        self._save(state)
-        self._finish()
+        self._save_last(state)
         self._restore_handler()
         self._end_if_asked(state)
+        self._release_lock()
 
     def close(self, state: State, logger: Logger) -> None:
         """Waits for the present save, and restores the signal handler."""
         self._restore_handler()
         try:
-            self._finish()
+            self._wait()
         except ParallelismError as error:  # another error may be propagating
             _log.error("The last checkpoint was not saved: %s", error)
+        self._release_lock()
+
+    def _take_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.take()
+
+    def _release_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def _save_if_due(self, state: State) -> None:
-        if self._every is not None and self._every.passed(state):
+        if self._every is not None and self._every.passed(state) and not self._is_slow():
             self._save(state)
+
+    def _is_slow(self) -> bool:
+        """Whether the present save still takes long; all ranks ask."""
+        if self._pending is None:
+            return False
+        done = self._pending.done_within(0 if self._slow else _PATIENCE)
+        slow = process_group.any_rank(not done)
+        if slow and not self._slow:
+            self._slow = True
+            self._warn(f"{self._writing} is still being written. Training continues without the next one.")
+        return slow
 
     def _save(self, state: State) -> None:
         now = replace(state.timestamp, seconds=0.0)
+        self._finish()
         if self._saved == now:
             return
-        self._finish()
         path = f"{self.folder.rstrip('/')}/{self._name(now)}"
         saved = contents(state)
-        self._pending = save_checkpoint(
-            path, saved, sharded=self._sharded, asynchronous=self._asynchronous, keep=self._keep
-        )
-        self._saved, self._writing = now, path
+        with self._or_later():
+            with process_group.together("the folder of checkpoints"):
+                if state.rank == 0 and self._lock is not None:
+                    self._lock.check()
+            self._pending = save_checkpoint(
+                path, saved, sharded=self._sharded, asynchronous=self._asynchronous
+            )
+            self._saved, self._writing = now, path
         if self._pending is None:
             self._finish()
 
+    def _save_last(self, state: State) -> None:
+        """Save, and raise if that fails."""
+        self._save(state)
+        self._finish()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    @contextmanager
+    def _or_later(self) -> Iterator[None]:
+        """What the disk refuses is told once, the same on all ranks, and tried again by the next save."""
+        try:
+            yield
+        except CheckpointRuntimeError as error:
+            if self._failure is None:
+                self._warn(f"Not saved: {error} Training continues, and the next save tries again.")
+            self._failure, self._saved = error, None
+
+    def _warn(self, text: str) -> None:
+        """Rank 0 logs the text, and from where the run could be resumed."""
+        if process_group.world_and_rank()[1] == 0:
+            found: list[str] = []
+            with suppress(Exception):  # the disk may be gone
+                found = place_of(self.folder).inside()
+            _log.warning("%s The last complete checkpoint: %s.", text, found[0] if found else "none is found")
+
     def _finish(self) -> None:
-        """Wait until the present save is complete; then point `latest` to it."""
+        """Wait until the present save is complete or has failed."""
+        with self._or_later():
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait until the present save is complete; then point `latest` to it, and remove the oldest."""
         pending, self._pending = self._pending, None
         path, self._writing = self._writing, ""
         if pending is not None:
             pending.wait()
-        if path and self._latest and process_group.world_and_rank()[1] == 0:
-            _point(self.folder, self._latest, path.rpartition("/")[2])
+        if path and process_group.world_and_rank()[1] == 0:
+            if self._failure is not None or self._slow:
+                _log.warning("Saving works again: %s is complete.", path)
+            try:
+                if self._latest:
+                    _point(self.folder, self._latest, path.rpartition("/")[2])
+                remove_older(place_of(path), self._keep)
+            except (OSError, CheckpointError) as error:
+                _log.warning(
+                    "%s is complete, but %r or the oldest ones could not be changed: %s",
+                    *(path, self._latest, in_words(error)),
+                )
+        if path:
+            self._failure, self._slow = None, False
 
     def _end_if_asked(self, state: State) -> None:
         """All ranks save and end, if SIGTERM has come to any of them."""
         asked = self._sigterm is not None and self._sigterm.received
         if not process_group.any_rank(asked):
             return
-        self._save(state)
-        self._finish()
+        self._save_last(state)
         if state.rank == 0:
             text = "SIGTERM: checkpoint saved in %s, exiting with status %d. Run the same command to resume."
             _log.warning(text, self.folder, EXIT_STATUS)
@@ -197,9 +292,13 @@ def contents(state: State, run: bool = True) -> dict[str, Any]:
     return {"model": state.model, **optimizers, **(state.remember() if run else {})}
 
 
+def _is_url(folder: str) -> bool:
+    return "://" in folder and not folder.startswith("file://")
+
+
 def _point(folder: str, latest: str, name: str) -> None:
     """Point `latest` to a checkpoint, atomically."""
-    if "://" in folder and not folder.startswith("file://"):
+    if _is_url(folder):
         import fsspec  # type: ignore[import-untyped]
 
         with fsspec.open(f"{folder.rstrip('/')}/{latest}", "w") as file:

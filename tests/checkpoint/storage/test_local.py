@@ -32,4 +32,4 @@ def test_removal_does_not_wait_for_the_file_system_to_free_the_files(tmp_path: P
         for thread in threading.enumerate():
             if thread.name == "composer_dist-free":
                 thread.join()
-    assert len(closed) == 2, "the data and the pipe; the mark went first"
+    assert len(closed) == 3, "the mark, the data and the pipe"
