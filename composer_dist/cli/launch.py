@@ -151,7 +151,7 @@ def _told(rank: int, failure: Any, folder: Path) -> tuple[int, str]:
         first = min((one for one in reports if "at" in one), key=lambda one: one["at"])
         return first["status"] or status, _with_output(first["message"], folder)
     if "message" in failure.error_file_data and Path(failure.error_file).is_file():
-        return status, str(failure.message)
+        return status, _recorded(failure.message, folder)
     how = f"exit status {failure.exitcode}"
     if failure.exitcode < 0:
         how = f"killed by {signal.Signals(-failure.exitcode).name}"
@@ -160,6 +160,17 @@ def _told(rank: int, failure: Any, folder: Path) -> tuple[int, str]:
         "".join(printed)
         + f"composer-dist: rank {rank} failed first ({how}); the other ranks were terminated."
     )
+
+
+def _recorded(message: Any, folder: Path) -> str:
+    """The message of an error that torch has recorded; of a hang only what rank 0 has not printed."""
+    from composer_dist.distributed.ranks.hangs.guard import HangError
+
+    text = str(message["message"] if isinstance(message, dict) else message)
+    if text.startswith(hang := f"{HangError.__name__}: "):
+        text = f"composer-dist: {text.removeprefix(hang)}"
+        return text.partition("\n")[0] if [*folder.rglob("0/error.json")] else text
+    return text
 
 
 def _with_output(text: str, folder: Path) -> str:

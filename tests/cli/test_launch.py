@@ -132,3 +132,24 @@ def test_output_that_a_message_points_to_is_shown_because_its_file_is_removed(
     (tmp_path / "1" / "stderr.log").write_text("")
     assert _with_output(text, tmp_path) == "Rank 1 ended at 'the data'; it printed nothing to its log."
     assert _with_output("Another error.", tmp_path) == "Another error."
+
+
+HANGS = """\
+from composer_dist.distributed import HangGuard, process_group
+process_group.init("gloo")
+with HangGuard(1):
+    time.sleep(0.5)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    process_group.barrier()
+"""
+
+
+@pytest.mark.promise(117)
+def test_a_hang_is_told_by_a_rank_that_runs(launch: Launch, capfd: Capture) -> None:
+    assert launch(HANGS) == 75
+    first, *rest = capfd.readouterr().err.splitlines()
+    assert first.startswith(
+        "composer-dist: The run hangs: rank 0 is stopped (by SIGSTOP or a debugger) at step 0"
+    )
+    assert rest[1].startswith("  rank 1: step 0 in <module> (script.py:14), for 1 s, waits in barrier (")

@@ -4,7 +4,10 @@ import faulthandler
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+
+import psutil
 
 from composer_dist.distributed.ranks.hangs import watcher
 
@@ -28,13 +31,20 @@ class Beside:
 
     def keep(self, limit: float) -> None:
         """Expect the next call within `limit` seconds."""
-        with suppress(OSError):
-            assert self._process.stdin is not None
-            os.write(self._process.stdin.fileno(), f"{limit + _LATER}\n".encode())
+        self._tell(f"{limit + _LATER}")
         if self._file is not None:
             os.truncate(self._file, 0)
             os.lseek(self._file, 0, os.SEEK_SET)
             faulthandler.dump_traceback_later(limit, file=self._file)
+
+    def doom(self, processes: Sequence[int]) -> None:
+        """Have processes of this host, and those that they have started, killed after the end of this one."""
+        found: list[int] = []
+        for one in processes:
+            with suppress(psutil.Error):
+                found += [*(child.pid for child in psutil.Process(one).children(recursive=True)), one]
+        if found:
+            self._tell(f"kill {' '.join(map(str, found))}")
 
     def close(self) -> None:
         """End both."""
@@ -45,3 +55,8 @@ class Beside:
         with suppress(OSError):
             self._process.stdin.close()
         self._process.wait()
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            os.write(self._process.stdin.fileno(), f"{line}\n".encode())

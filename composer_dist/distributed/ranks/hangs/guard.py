@@ -21,7 +21,6 @@ from types import TracebackType
 from typing import Self
 from weakref import WeakSet
 
-import psutil
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -229,11 +228,11 @@ class HangGuard:
         sys.stdout.flush()
         print(f"composer_dist: {text}", file=sys.stderr, flush=True)
         with suppress(Exception):  # the launcher's file
-            ErrorHandler().record_exception(HangError(text.partition("\n")[0]))
+            ErrorHandler().record_exception(HangError(text))
         if self._exchange:
             self._exchange.await_reports(stands)
-        for process in stuck:
-            _kill(process)
+        if self._beside:
+            self._beside.doom(stuck)
         for child in multiprocessing.active_children():  # workers of data loaders, which may hang too
             child.kill()
         os._exit(STATUS)
@@ -253,13 +252,6 @@ def progress(is_step: bool = False) -> None:
     """Tell every guard that this rank has made progress."""
     for guard in tuple(_guards):
         guard.step() if is_step else guard.beat(guard.section)
-
-
-def _kill(process: int) -> None:
-    """Kill a process of this host, and those that it has started."""
-    with suppress(psutil.Error):
-        for one in [*psutil.Process(process).children(recursive=True), psutil.Process(process)]:
-            one.kill()
 
 
 def _seconds(timeout: float | timedelta) -> float:

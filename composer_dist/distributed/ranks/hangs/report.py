@@ -76,7 +76,7 @@ def _activity(stand: Stand) -> str:
     """What a rank does that waits in no collective."""
     if stand.in_data():
         return f"waits for data at {stand.doing}"
-    frame = _users(stand.stack)
+    frame = _users(stand.stack) or (stand.stack[-1] if stand.stack else None)
     where = f" in {_place(frame)}" if frame else ""
     return f"is still{where} at {stand.doing}" if stand.doing else f"is still{where or ' running'}"
 
@@ -113,9 +113,8 @@ def _late(name: str, stands: Iterable[Stand]) -> list[int]:
 
 
 def _users(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost frame of the user's own code, else the innermost of all."""
-    own = [one for one in stack if is_users_file(one.file)]
-    return (own or [*stack] or [None])[-1]  # type: ignore[list-item]
+    """The innermost frame of the user's own code."""
+    return next((one for one in reversed(stack) if is_users_file(one.file)), None)
 
 
 def _stacks(stands: Sequence[Stand]) -> list[tuple[list[int], Sequence[Frame]]]:

@@ -2,7 +2,8 @@
 
 A call in C that holds the GIL stops every thread of the rank, and SIGSTOP the whole process. This script
 needs no package and is started as `python watcher.py PID DUMP`, with a pipe as its input: each line there is
-the number of seconds in which the next one is due.
+the number of seconds in which the next one is due, or "kill" and the processes to kill once the rank has
+ended.
 
 Args:
     PID: the rank, which has started this process.
@@ -13,21 +14,28 @@ import os
 import select
 import signal
 import sys
+import time
 from contextlib import suppress
 
 _LOOK = 1.0
 """Seconds between looks: a process that was stopped itself has missed one at most."""
+_AFTER = 1.0
+"""Seconds after the end of the rank in which its launcher notices that it was the first to end."""
 
 
 def main(pid: int, dump: str) -> None:
     """Watch until the rank ends, or end it."""
-    limit, waited = float("inf"), 0.0
+    limit, waited, doomed = float("inf"), 0.0, list[int]()
     while os.getppid() == pid:
         if select.select([0], [], [], _LOOK)[0]:
-            told = os.read(0, 1 << 16)
+            told = os.read(0, 1 << 16).decode()
             if not told:
-                return
-            limit, waited = float(told.split()[-1]), 0.0
+                break
+            words = told.splitlines()[-1].split()
+            if words[0] == "kill":
+                doomed = [int(word) for word in words[1:]]
+            else:
+                limit, waited = float(words[0]), 0.0
             continue
         waited += _LOOK
         if waited < limit:
@@ -40,6 +48,11 @@ def main(pid: int, dump: str) -> None:
             os.write(2, f"composer_dist: {text}.\n{stacks}".encode())
             os.kill(pid, signal.SIGKILL)
         return
+    if doomed:
+        time.sleep(_AFTER)
+    for process in doomed:
+        with suppress(OSError):
+            os.kill(process, signal.SIGKILL)
 
 
 if __name__ == "__main__":
