@@ -21,7 +21,7 @@ class ParallelismError(Exception):
 
     def __str__(self) -> str:
         """The text, without control characters of files' contents; `KeyError` alone would quote it."""
-        return _printable(str(self.args[0]) if len(self.args) == 1 else super().__str__())
+        return printable(str(self.args[0]) if len(self.args) == 1 else super().__str__())
 
 
 class ParallelismValueError(ParallelismError, ValueError):
@@ -161,15 +161,15 @@ def in_words(error: BaseException) -> str:
 
     An error of a DataLoader's worker is as if it had arisen here.
     """
-    if isinstance(error, Exception) and (worker := _OF_WORKER.match(said := _printable(_said(error)))):
+    if isinstance(error, Exception) and (worker := _OF_WORKER.match(said := printable(_said(error)))):
         name, colon, text = said[worker.end() :].strip().partition(": ")
         name = name.rpartition(".")[2]
         return text if colon and isinstance(error, ParallelismError) else f"{name}{colon}{text}"
     if isinstance(error, ParallelismError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        return _printable(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
-    text = _printable(_said(error))
+        return printable(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
+    text = printable(_said(error))
     if isinstance(error, MemoryError) and not text:
         text = "no memory was left for it on this host"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -182,7 +182,7 @@ def _said(error: BaseException) -> str:
         return f"its text cannot be shown, because its __str__ raised {type(broken).__name__}"
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """`text` with escapes in place of what a terminal would obey."""
     return "".join(
         one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, ClassVar, Self
 
@@ -18,7 +18,11 @@ Compile = bool | Mapping[str, Any] | None
 
 def names_of(field: str, names: Sequence[str]) -> tuple[str, ...]:
     """A sequence of strings as a tuple."""
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    if (
+        not isinstance(names, Iterable)
+        or isinstance(names, str)
+        or not all(isinstance(n, str) for n in names)
+    ):
         raise ParallelismTypeError(f"{field} must be a sequence of names, not {names!r}.")
     return tuple(names)
 

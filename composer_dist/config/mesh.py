@@ -92,7 +92,7 @@ def _check_device_type(device_type: str) -> None:
     """Raise unless torch knows devices of this name."""
     try:
         known = torch.device(device_type).type == device_type
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         known = False
     if not known:
         raise ParallelismValueError(

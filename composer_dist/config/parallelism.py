@@ -6,7 +6,7 @@ the work, not how they are started: Lightning's "ddp_spawn", "ddp_fork" and "ddp
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Self
@@ -78,7 +78,7 @@ class ParallelismConfig(FromDict):
         return dataclasses.replace(strategy_named(name), **{key: getattr(given, key) for key in rest})  # type: ignore[return-value]
 
     def __post_init__(self) -> None:
-        if isinstance(self.rules, Rule) or not all(isinstance(rule, Rule) for rule in self.rules):
+        if not isinstance(self.rules, Iterable) or not all(isinstance(rule, Rule) for rule in self.rules):
             raise ParallelismTypeError("rules must be a sequence of Rule.")
         object.__setattr__(self, "rules", tuple(self.rules))  # the caller's list may change
         object.__setattr__(self, "forward_methods", names_of("forward_methods", self.forward_methods))
@@ -169,6 +169,8 @@ def strategy_named(name: str) -> ParallelismConfig:
     Raises:
         ParallelismValueError: there is none; lists the names that exist.
     """
+    if not isinstance(name, str):
+        raise ParallelismTypeError(f"strategy must be the name of one, not {name!r}.")
     if name not in _strategies:
         raise ParallelismValueError(
             f"There is no strategy {name!r}; valid names: {', '.join(sorted(_strategies))}."

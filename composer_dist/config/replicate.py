@@ -53,5 +53,5 @@ class DDPConfig(FromDict):
             if field.type is bool:
                 require(field.name, getattr(self, field.name), (False, True))
         size = self.bucket_cap_mb
-        if size is not None and not (isinstance(size, int | float) and size > 0):
+        if size is not None and not (isinstance(size, int | float) and 0 < size < float("inf")):
             raise ParallelismValueError(f"bucket_cap_mb must be positive, a number of MiB, not {size!r}.")

@@ -61,17 +61,25 @@ class Rule(FromDict):
 def check_match(match: Match, whose: str = "Rule") -> None:
     """Raise unless `match` is valid."""
     if isinstance(match, str) and match.startswith("re:"):
-        try:
-            re.compile(match[3:])
-        except re.error as error:
-            raise ParallelismValueError(
-                f"{whose} {match!r} is an invalid regular expression: {error}."
-            ) from None
+        compiled(match, whose)
     elif isinstance(match, (list, tuple)) and match:
         for part in match:
             check_match(part)
+    elif isinstance(match, re.Pattern) and not isinstance(match.pattern, str):
+        raise ParallelismTypeError(f"{whose} {match.pattern!r} is a pattern of bytes; names are text.")
     elif not (isinstance(match, (str, re.Pattern)) or callable(match)):
         raise ParallelismTypeError(
             "A rule's match must be a module name, 're:...', 'type:...', a compiled pattern, a module type, "
             f"a callable (name, module) -> bool, or a list of these, not {match!r}."
         )
+
+
+def compiled(text: str, whose: str = "") -> re.Pattern[str]:
+    """The pattern of "re:..."; raises if it is not a regular expression, or more than Python can compile."""
+    try:
+        return re.compile(text.removeprefix("re:"))
+    except (re.error, OverflowError, RecursionError) as error:
+        shown = repr(text) if len(text) < 1000 else f"{text[:40]!r}..."
+        raise ParallelismValueError(
+            f"{whose} {shown} is an invalid regular expression: {error}.".lstrip()
+        ) from None

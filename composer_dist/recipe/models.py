@@ -32,6 +32,8 @@ def peft_class(method: str) -> Any:
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     known = {kind.value.lower(): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    if not isinstance(method, str):
+        raise ParallelismTypeError(f"expected the name of a method of peft, got {method!r}")
     if method not in known:
         text = f"peft has no method {method!r}.{near_miss(method, known)}"
         raise ParallelismValueError(f"{text} Valid methods: {', '.join(sorted(known))}.")

@@ -26,7 +26,7 @@ def resolve(reference: str, folder: Path) -> Any:
     where, colon, name = reference.rpartition(":")
     if not colon:
         where, _, name = reference.rpartition(".")
-    if not where or not name:
+    if not where or not name or where.startswith("."):
         raise ParallelismValueError(
             f"{reference!r} is not a reference: expected package.module.Name, or file.py:Name "
             "for a file beside the configuration."

@@ -11,7 +11,7 @@ import pydantic
 
 from composer_dist.config.explain import explain, unknown_key
 from composer_dist.config.yaml import KeyPath
-from composer_dist.errors import WRONG, ParallelismError, ParallelismValueError
+from composer_dist.errors import WRONG, ParallelismError, ParallelismValueError, printable
 from composer_dist.recipe.other_libraries.keys import hint
 from composer_dist.recipe.outline import unknown_keys
 from composer_dist.recipe.schema import Run
@@ -97,7 +97,8 @@ class Problems:
     def _line(self, problem: Problem) -> str:
         path: KeyPath = problem.path
         named = f"{'.'.join(map(str, path))}: " if path else ""
-        return f"{self._document.place(problem)}: {named}{problem.text.removesuffix('.')}"
+        line = f"{self._document.place(problem)}: {named}{problem.text.removesuffix('.')}"
+        return printable(line).replace("\n", " ")
 
 
 _INFINITE = {"arguments", "norm_type"}

@@ -176,8 +176,8 @@ def _check_model(model: dict[str, Any], folder: Path, problems: Problems) -> Non
 
 def _check_data(data: dict[str, Any], model: Any, folder: Path, problems: Problems) -> None:
     _check_function(data, "data", folder, problems)
-    kinds = _DATA_OF.get(model.get("kind", "") if isinstance(model, dict) else "", ())
-    if kinds and data.get("kind") in _DATA_KINDS.difference(kinds):
+    kinds = _DATA_OF.get(str(model.get("kind")) if isinstance(model, dict) else "", ())
+    if kinds and str(data.get("kind")) in _DATA_KINDS.difference(kinds):
         text = f"a model of kind {model['kind']} needs data of kind {' or '.join(kinds)}"
         problems.add(text, "data", "kind")
 
@@ -200,7 +200,7 @@ def _check_transformers(config: dict[str, Any], problems: Problems) -> None:
     kind = config.get("model_type")
     if kind is None:
         problems.add("'model_type' is missing: 'llama', 'bert', 'qwen3', ...", *path)
-    elif kind not in CONFIG_MAPPING:
+    elif not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         near = near_miss(str(kind), CONFIG_MAPPING.keys())
         problems.add(f"transformers has no model {kind!r}.{near}", *path, "model_type")
     else:

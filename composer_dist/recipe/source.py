@@ -106,7 +106,7 @@ def _set(values: Any, path: list[str | int], value: Any) -> str | None:
     for depth, key in enumerate(path):
         above, last = ".".join(map(str, path[:depth])), depth == len(path) - 1
         if isinstance(values, list):
-            if not str(key).isdigit() or int(key) >= len(values):
+            if str(key) not in map(str, range(len(values))):
                 return f"{above} is a list of {len(values)} and has no entry {key!r}"
             key = path[depth] = int(key)
         elif not isinstance(values, dict):

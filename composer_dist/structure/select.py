@@ -1,15 +1,22 @@
 """Selects modules for the user's rules by name, type or function."""
 
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from composer_dist.config.rule import Match
+from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.blocks import has_forward
 from composer_dist.structure.structure import Structure
 from composer_dist.wording import near_miss
+
+_EXPLOSIVE = re.compile(r"\)[*+{]|([*+}].*){5}", re.S)
+"""A repeated group, or many repeats: a match may take time that is exponential in the length of a name."""
+_SLOW = 0.1
+"""Seconds of the CPU for one match; others take microseconds."""
 
 
 def select(match: Match, modules: Mapping[str, nn.Module]) -> list[str]:
@@ -19,17 +26,51 @@ def select(match: Match, modules: Mapping[str, nn.Module]) -> list[str]:
             chosen = {name for part in match for name in select(part, modules)}
             return [name for name in modules if name in chosen]
         case str() if match.startswith("re:"):
-            return select(re.compile(match[3:]), modules)
+            return matching(re.compile(match[3:]), modules)
         case str() if match.startswith("type:"):
             return [name for name, module in modules.items() if match[5:] in _type_names(module)]
         case str():
             return [match] if match in modules else []
         case re.Pattern():
-            return [name for name in modules if match.fullmatch(name)]
+            return matching(match, modules)
         case type():
             return [name for name, module in modules.items() if isinstance(module, match)]
         case _:
             return [name for name, module in modules.items() if match(name, module)]
+
+
+def matching(pattern: re.Pattern[str], names: Iterable[str]) -> list[str]:
+    """The names that a pattern matches in full.
+
+    Raises:
+        ParallelismValueError: the pattern is one of those whose matches take hours.
+    """
+    names = list(names)
+    if _EXPLOSIVE.search(pattern.pattern):
+        _check_time(pattern, names)
+    return [name for name in names if pattern.fullmatch(name)]
+
+
+def _check_time(pattern: re.Pattern[str], names: Iterable[str]) -> None:
+    """Match longer and longer parts of each name: with every character it takes some times as long.
+
+    The end of a line after a part makes patterns fail that would match it.
+    """
+    before = ""
+    for name in names:
+        same = next(
+            (n for n, pair in enumerate(zip(before, name, strict=False)) if pair[0] != pair[1]), len(before)
+        )
+        for end in range(same + 1, len(name) + 1):
+            for tried in (name[:end], f"{name[:end]}\n"):
+                start = time.thread_time()
+                pattern.fullmatch(tried)
+                if time.thread_time() - start > _SLOW:
+                    raise ParallelismValueError(
+                        f"{spell(pattern)} takes too long to match: {_SLOW} s for {name[:end]!r}, and with "
+                        "every character a multiple of it. Write it without a repeat inside of a repeat."
+                    )
+        before = name
 
 
 def spell(match: Match) -> str:

@@ -160,6 +160,10 @@ WRONG_SIZES = [
 WRONG_VALUES = [
     (lambda: FSDP2Config(activation_checkpointing=("wraped", {})), "activation_checkpointing must be one"),
     (lambda: FSDP2Config(activation_cpu_offload="no"), "activation_cpu_offload must be one of False, T"),
+    (lambda: MeshConfig(device_type=2**63), "device_type must be a device type .* not 9223372036854775808"),
+    (lambda: DDPConfig(bucket_cap_mb=float("inf")), "bucket_cap_mb must be positive, .* not inf"),
+    (lambda: TPConfig(plan={"re:a{99999999999}": "colwise"}), "plan's 're:a.*' is an invalid regular"),
+    (lambda: TPConfig(plan={"re:" + "(" * 5000: "colwise"}), "plan's 're:.*'[.]* is an invalid regular"),
     (lambda: MeshConfig(device_type="cpuu"), "device_type must be a device type .* not 'cpuu'"),
     (lambda: TPConfig(plan={"re:layers.(": "colwise"}), "TPConfig.plan's 're:layers.*invalid regular"),
     (lambda: FSDP2Config(load_monolith_rank0_only=True), "leave it out.*every rank read only its part"),
@@ -169,6 +173,9 @@ WRONG_TYPES = [
     (lambda: MeshConfig(dp_shard="2"), "Mesh size dp_shard must be an integer, not '2'"),
     (lambda: ParallelismConfig(rules=Rule("head")), "rules must be a sequence of Rule"),
     (lambda: ParallelismConfig(forward_methods=[3]), r"forward_methods must be .* not \[3\]"),
+    (lambda: ParallelismConfig(rules=5), "rules must be a sequence of Rule"),
+    (lambda: ParallelismConfig.from_dict({"strategy": 5}), "strategy must be the name of one, not 5"),
+    (lambda: TPConfig(head_attributes=5), "head_attributes must be .* not 5"),
     (lambda: TPConfig(head_attributes="breadth"), "head_attributes must be .* not 'breadth'"),
 ]
 TWICE = {"fsdp2": FSDP2Config(activation_checkpointing=True), "activation_checkpointing": "offload"}

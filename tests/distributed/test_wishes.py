@@ -67,6 +67,17 @@ def test_another_kind_of_match_is_refused(match: Any) -> None:
 def test_an_invalid_pattern_is_refused() -> None:
     with pytest.raises(ParallelismValueError, match=r"'re:\(a' is an invalid regular expression: missing \)"):
         Rule("re:(a", shard=True)
+    with pytest.raises(ParallelismTypeError, match="b'a' is a pattern of bytes"):
+        Rule(re.compile(b"a"))
+
+
+@pytest.mark.promise(10, 107)
+@pytest.mark.parametrize("pattern", [r"(\w+\.?)*x", "(a|aa)+b", "a*a*a*a*a*a*a*a*a*a*b"])
+def test_a_pattern_that_takes_hours_is_refused(pattern: str) -> None:
+    modules = dict.fromkeys(["layers", "a" * 200, "layers.0"], nn.Linear(1, 1))
+    with pytest.raises(ParallelismValueError, match=r"takes too long to match: .* 'a+'"):
+        select(f"re:{pattern}", modules)
+    assert select(r"re:(layers\.)+[0-9]+", modules) == ["layers.0"]
 
 
 @pytest.mark.promise(12)

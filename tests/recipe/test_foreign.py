@@ -1,11 +1,13 @@
 """What transformers, peft and datasets reject: sentences with the key, the name and the remedy; status 2."""
 
+import ast
 import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import composer_dist
 from composer_dist.cli.commands import app
 from composer_dist.cli.init import PRESETS
 from composer_dist.errors import ParallelismValueError
@@ -146,6 +148,18 @@ def test_an_index_names_no_file_outside_of_the_directory(tmp_path: Path, index: 
     (tmp_path / "outside.safetensors").touch()
     with pytest.raises(ParallelismValueError, match=r"outside"):
         hub_config(model, None)
+    (tmp_path / "m" / index).write_text(json.dumps({"weight_map": {"a": 5}}))
+    with pytest.raises(ParallelismValueError, match=index):
+        hub_config(model, None)
+
+
+def test_nothing_asks_transformers_to_run_code() -> None:
+    for file in Path(composer_dist.__path__[0]).rglob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text())):
+            name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+            if isinstance(call, ast.Call) and name.endswith((".from_pretrained", ".from_config")):
+                given = {one.arg: ast.unparse(one.value) for one in call.keywords}
+                assert given.get("trust_remote_code") == "False", (file, name)
 
 
 def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:

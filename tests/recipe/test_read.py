@@ -118,6 +118,9 @@ REPLACED = [
     ("model:\n  kind: causal_lm", "model:\n  kind: causal", ":1: model: unknown kind 'causal'."),
     ("  kind: text\n", "", ":6: data: 'kind' is missing"),
     ("model_type: llama", "model_type: lama", "no model 'lama'. Did you mean 'llama'?"),
+    ("model_type: llama", "model_type: [llama]", "transformers has no model ['llama']"),
+    ("kind: text", "kind: [text]", ":6: data: unknown kind"),
+    ("kind: causal_lm", "kind: [causal_lm]", ":1: model"),
     ("    model_type: llama\n", "", ":3: model.config: 'model_type' is missing"),
     ("name: adamw", "name: adamx", ":10: optimizer.name: There is no optimizer 'adamx'. Did you mean"),
     ("data:\n", "\tdata:\n", ":6: not valid YAML: "),
@@ -141,6 +144,10 @@ INSERTED = [
     ("  adapter: {method: lora, rank: 8}", ":6: model.adapter.rank: unknown key 'rank'."),
     ("  adapter: {method: lorra}", ":6: model.adapter.method: peft has no method 'lorra'."),
     ("  quantize: nf4", ":1: model: quantize freezes the weights, so there must be"),
+    ("  adapter: {method: [lora]}", ":6: model.adapter.method: expected the name of a method of peft"),
+    ("parallelism: {strategy: 5}", ":6: parallelism.strategy: strategy must be the name of one, not 5"),
+    ("callbacks: {.x: {}}", ":6: callbacks..x: "),
+    ('"a\\e[2J": 1', ":6: a\\x1b[2J: unknown key"),
     ("  pretrained: x", ":1: model: give either config (a new model) or pretrained"),
     ("callbacks: {progres_bar: {}}", ":6: callbacks.progres_bar: There is no callback"),
     ("loggers: {console: {every: 1ba}}", ":6: loggers.console.every: unknown key 'every'."),
@@ -199,6 +206,8 @@ def test_overrides_are_read_as_yaml_and_named_as_the_place_of_what_is_wrong(writ
         "'optimizer.betas=[0.9]': optimizer.betas.1: missing, the list is too short",
         "'seed=x': seed: expected an integer, got 'x'",
     ]
+    (wrong,) = problems(file, "data.source=[a]", "data.source.\u00b2=b")
+    assert wrong.endswith("data.source is a list of 1 and has no entry '\u00b2'")
     assert problems(file, "optimizer.lr=fast", "seed", "model.kind.x=1", "seed={a: 1, a: 2}") == [
         "'optimizer.lr=fast': optimizer.lr: expected a number, got 'fast'",
         "command line: 'seed' is not an override: expected key=value, as in optimizer.lr=1e-3",

@@ -93,7 +93,7 @@ def launch(
                 f"Method {method!r} cannot send the function and its arguments: {error}. Define it at the "
                 'top level of a module, or use method="fork".'
             ) from error
-        value: T = pickle.loads((box / "value").read_bytes())
+        value: T = pickle.loads((box / "value").read_bytes())  # noqa: S301  # nosec B301: rank 0 wrote it
         return value
 
 
@@ -119,7 +119,7 @@ def _work(rank: int, call: Callable[[], Any], n: int, method: str, port: int, bo
             error.add_note(f"Raised on rank {rank}:\n{traceback.format_exc()}{where}")
             if dist.is_initialized() and (reason := reason_of_loss(error, "a collective")):
                 error.add_note(str(reason))
-            pickle.loads(pickle.dumps(error))
+            pickle.loads(pickle.dumps(error))  # noqa: S301  # nosec B301
             (box / f"part-{rank}").write_bytes(pickle.dumps(error))
             (box / f"part-{rank}").rename(box / f"error-{rank}")
         raise
@@ -130,7 +130,7 @@ def _work(rank: int, call: Callable[[], Any], n: int, method: str, port: int, bo
 def _first_failure(box: Path, seen: Exception, method: str) -> BaseException:
     """The error of the process that failed first; torch may have seen another one first."""
     if errors := sorted(box.glob("error-*"), key=lambda file: file.stat().st_mtime_ns):
-        error: BaseException = pickle.loads(errors[0].read_bytes())
+        error: BaseException = pickle.loads(errors[0].read_bytes())  # noqa: S301  # nosec B301: a rank wrote it
         return error
     if isinstance(seen, ProcessExitedException):
         how = f"Rank {seen.error_index} ended with {seen.signal_name or f'exit status {seen.exit_code}'}"

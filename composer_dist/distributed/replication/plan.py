@@ -27,7 +27,7 @@ from composer_dist.distributed.wishes import UNIT_FIELDS, Wishes, check_forward_
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import mixed_precision_policy
 from composer_dist.structure.names import ancestors
-from composer_dist.structure.select import select, spell
+from composer_dist.structure.select import matching, select, spell
 from composer_dist.structure.structure import Structure
 from composer_dist.wording import listed, near_miss
 
@@ -304,5 +304,5 @@ def _select_names(match: object, names: Mapping[str, str]) -> Iterator[str] | li
         return [match] if match in names else []
     if isinstance(match, (str, re.Pattern)):
         pattern = re.compile(match[3:]) if isinstance(match, str) else match
-        return [name for name in names if pattern.fullmatch(name)]
+        return matching(pattern, names)
     return []

@@ -89,7 +89,7 @@ def _check_files(key: str, what: str, path: Path) -> None:
     inside = [str(one.relative_to(path)) for one in path.rglob("*") if one.is_symlink() or not one.is_dir()]
     for index in path.glob("*.bin.index.json"):
         with blaming(f"{what}: {index.name}"):
-            inside += json.loads(read_text(index))["weight_map"].values()
+            inside += map(os.fspath, json.loads(read_text(index))["weight_map"].values())
     check_inside(path, inside)
     there = listed(sorted(file.name for file in path.iterdir())) or "no file at all"
     if key == "model.tokenizer":

@@ -3,14 +3,15 @@
 Names have no segments of wrappers, so that a schedule matches the model before and after its preparation.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from composer_dist.config.rule import compiled
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.errors import Faults, ParallelismValueError
+from composer_dist.structure.select import matching
 from composer_dist.trainer.finetuning.schedule import REST, Phase
 from composer_dist.wording import listed, near_miss
 
@@ -111,11 +112,8 @@ class _NamedParameters:
     def select(self, entry: str) -> set[str]:
         """The trainable parameters that a name or pattern matches."""
         if entry.startswith("re:"):
-            try:
-                pattern = re.compile(entry.removeprefix("re:"))
-            except re.error as error:
-                raise ParallelismValueError(f"{entry!r} is not a regular expression: {error}.") from None
-            owners = [first for name, first in self._owners.items() if pattern.fullmatch(name)]
+            pattern = compiled(entry)
+            owners = [self._owners[name] for name in matching(pattern, self._owners)]
             found = set[str]().union(*owners)
         else:
             found = self._owners.get(entry, set())

@@ -54,7 +54,7 @@ def test_names_patterns_and_the_rest_select_parameters(params: Any, parts: list[
         ),
         (["hed"], "phase 0: 'hed' matches no parameter.* Did you mean 'head'"),
         (["re:bias"], "'re:bias' matches no parameter"),  # a pattern matches whole names
-        (["re:("], "phase 0: 're:\\(' is not a regular expression"),
+        (["re:("], "phase 0: 're:\\(' is an invalid regular expression"),
         (["rest", "rest"], "'rest' is in phases 0, 1"),
         (["head", ["embed", "layers"], "rest"], "phase 2: nothing is left for 'rest'"),
         ([["a", "head"], ["b", "head"]], r"'a' matches(.|\n)*'b' matches(.|\n)*both name"),  # all at once
