@@ -40,7 +40,7 @@ FAILURES: dict[str, tuple[BaseException, int, str]] = {
 
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
-    monkeypatch.setattr(users_code, "_is_users", lambda file: False)  # this file stands for ours
+    monkeypatch.setattr(users_code, "is_users_file", lambda file: False)  # this file stands for ours
     made = typer.Typer(cls=cli.Commands, pretty_exceptions_enable=False)
     made.callback()(cli.options)
 
@@ -71,8 +71,8 @@ def test_frames_of_installed_packages_are_not_the_users(tmp_path: Path, place: s
         found = [Path(frame.filename) for frame in users_code.users_frames(error)]
     assert (file in found) == (place == "project")
     assert (failures.status_of(CheckpointValueError("ours")), failures.status_of(error)) == (2, 1)
-    assert not users_code._is_users(typer.__file__)
-    assert not users_code._is_users(subprocess.__file__)
+    assert not users_code.is_users_file(typer.__file__)
+    assert not users_code.is_users_file(subprocess.__file__)
 
 
 def test_debug_shows_where_an_error_comes_from(app: typer.Typer) -> None:

@@ -321,7 +321,7 @@ def test_an_error_of_the_run_is_blamed_on_the_override_that_it_names(monkeypatch
         ("model.config.width is 3", "'model.config.width=3'"),
         ("model.config.widths is 3, without", "run.yaml"),
     ):
-        monkeypatch.setattr(users_code, "_is_users", lambda file: False)
+        monkeypatch.setattr(users_code, "is_users_file", lambda file: False)
         with pytest.raises(ConfigurationError) as error, blamed_on(document):
             raise ParallelismValueError(text)
         assert str(error.value) == f"{expected}: {text}"

@@ -70,7 +70,7 @@ def test_only_a_metric_that_nothing_logs_is_the_configurations_fault(
     for name in ("process_group", "build", "run_folder"):
         monkeypatch.setattr(session, name, MagicMock())
     monkeypatch.setattr(session, "_run", fails)
-    monkeypatch.setattr(users_code, "_is_users", lambda file: False)  # this file stands for ours
+    monkeypatch.setattr(users_code, "is_users_file", lambda file: False)  # this file stands for ours
     configuration: Any = SimpleNamespace(document=Document({}, "a.yaml"), run=MagicMock())
     with pytest.raises(ParallelismError) as caught:
         session.run(configuration)
