@@ -153,7 +153,7 @@ CELLS = [
         for rank, step, kind in (
             (0, "setup", "stall"),
             (1, "load_state_dict", "GIL"),
-            (0, "eval_batch_start", "raise"),
+            (1, "eval_batch_start", "raise"),
         )
     ),
 ]
