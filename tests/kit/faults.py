@@ -1,6 +1,6 @@
 """Faults for one rank at one step, and a world of processes in which they are tried.
 
-`python -m tests.kit.faults` (`make chaos`) tries every cell and prints the table of docs/reliability.md.
+`python -m tests.kit.faults` tries every cell and prints a table.
 """
 
 import argparse

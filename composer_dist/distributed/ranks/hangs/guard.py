@@ -245,13 +245,12 @@ _numbers = count()
 
 @cache
 def _register() -> None:
-    register_optimizer_step_post_hook(lambda *given: progress(is_step=True))
+    register_optimizer_step_post_hook(_stepped)
 
 
-def progress(is_step: bool = False) -> None:
-    """Tell every guard that this rank has made progress."""
+def _stepped(*given: object) -> None:
     for guard in tuple(_guards):
-        guard.step() if is_step else guard.beat(guard.section)
+        guard.step()
 
 
 def _seconds(timeout: float | timedelta) -> float:
