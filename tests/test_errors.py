@@ -74,6 +74,7 @@ class MuteError(Exception):
         raise TypeError
 
 
+@pytest.mark.promise(108)
 def test_any_error_can_be_put_in_words() -> None:
     assert (
         errors.in_words(MuteError())

@@ -231,6 +231,7 @@ def threads_of_groups() -> list[int]:
     return [group._get_backend(torch.device("cpu")).options._threads for group in groups]
 
 
+@pytest.mark.promise(105)
 def test_gloo_groups_have_one_thread(world2: World) -> None:
     """Two could end a worker: see `one_gloo_thread`."""
     assert world2(threads_of_groups) == [[1, 1]] * 2

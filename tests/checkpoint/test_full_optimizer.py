@@ -303,6 +303,7 @@ class PerShard(torch.optim.SGD):
             self.state[p]["mine"] = torch.zeros_like(p.to_local())
 
 
+@pytest.mark.promise(48)
 @on_ranks(2)
 def test_state_of_each_rank_s_own_is_refused_by_name(tmp_path: Path) -> None:
     model, _ = trained("sgd", 0)

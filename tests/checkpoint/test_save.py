@@ -123,6 +123,7 @@ def test_twenty_times(tmp_path: Path) -> None:
     assert load_checkpoint(path)["number"] == 19
 
 
+@pytest.mark.promise(108)
 @on_ranks(2)
 def test_the_store_does_not_grow_with_the_number_of_saves(tmp_path: Path) -> None:
     (model, optimizer), store = start("fsdp2", stateful, 0), get_default_store()
@@ -344,6 +345,7 @@ def hooked(rename: bool) -> nn.Module:
     return model
 
 
+@pytest.mark.promise(118)
 @EACH_FORM
 def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path, sharded: bool) -> None:
     for model, name in ((Renaming(2, 2), "kernel"), (hooked(True), "kernel"), (hooked(False), "weight")):

@@ -225,6 +225,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
         assert used <= 2 * largest + (32 << 20), (source, target)
 
 
+@pytest.mark.promise(107)
 @pytest.mark.parametrize("architecture", ["AutoConfig", "logging", "is_torch_available", "LlamaConfig"])
 def test_only_models_of_transformers_are_called(tmp_path: Path, architecture: str) -> None:
     write(llama(), tmp_path / "model")
@@ -236,6 +237,7 @@ def test_only_models_of_transformers_are_called(tmp_path: Path, architecture: st
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.promise(107)
 def test_links_out_of_the_directory_are_not_copied(tmp_path: Path) -> None:
     write(llama(), tmp_path / "model")
     convert(tmp_path / "model", tmp_path / "c", "--to", "sharded")

@@ -11,7 +11,10 @@ from composer_dist.cli import interrupt
 from composer_dist.cli.launch import _with_output, launch_local, report_failure
 
 # The agent (torch 2.13) leaves its log files to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.promise(108),
+    pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
+]
 
 Launch = Callable[[str], int]
 Capture = pytest.CaptureFixture[str]
@@ -72,6 +75,24 @@ Path("cause" if rank else "consequence").touch()
 wait("consequence")
 sys.exit(1)
 """
+
+
+READS_THE_STORE = """\
+import torch, torch.distributed as dist
+address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+store = dist.TCPStore(address, port, is_master=False)
+found = [store.get(key) for key in store.list_keys()]
+print(rank, address, len(found) > 2, any(value.startswith((b"\\x80", b"gA")) for value in found))
+dist.barrier()
+"""
+
+
+@pytest.mark.promise(107)
+def test_the_store_of_the_ranks_is_on_loopback_and_has_no_pickles(launch: Launch, capfd: Capture) -> None:
+    assert launch(READS_THE_STORE) == 0
+    assert capfd.readouterr().out == "0 127.0.0.1 True False\n"
 
 
 def test_the_first_of_several_at_the_same_second_is_told(launch: Launch, capfd: Capture) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import typer
 from torch._utils import ExceptionWrapper
 from typer.testing import CliRunner
 
+import composer_dist
 from composer_dist import __version__, users_code
 from composer_dist.cli import commands as cli
 from composer_dist.cli import failures
@@ -95,9 +97,13 @@ def test_help_and_version_import_nothing_heavy() -> None:
         assert {"torch", "transformers", "peft", "pydantic"}.isdisjoint(shown.stdout.split())
 
 
-def test_the_entry_point_is_the_one_that_is_declared() -> None:
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert 'composer-dist = "composer_dist.cli.main:main"' in project
+@pytest.mark.promise(110)
+def test_the_entry_point_and_the_version_are_those_that_are_declared() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"composer-dist": "composer_dist.cli.main:main"}
+    assert ("version" in project["project"], project["project"]["dynamic"]) == (False, ["version"])
+    assert project["tool"]["hatch"]["version"] == {"path": "composer_dist/__init__.py"}
+    assert f'__version__ = "{__version__}"\n' in Path(composer_dist.__file__).read_text()
 
 
 def test_a_fault_in_a_worker_shows_the_frames_of_the_user_only(tmp_path: Path) -> None:

@@ -389,6 +389,7 @@ def test_an_error_on_one_of_two_processes_is_told_once(tmp_path: Path) -> None:
     assert done.stderr.count("composer-dist train:") == 1, done.stderr
 
 
+@pytest.mark.promise(108)
 @pytest.mark.slow
 def test_a_rank_that_ends_with_status_0_in_the_middle_is_named(tmp_path: Path) -> None:
     mine = MINE.replace("1ba", "2ba, progress_bar: false") + "callbacks: {'mine.py:Ends': {}}\n"

@@ -181,6 +181,7 @@ WRONG_TYPES = [
 TWICE = {"fsdp2": FSDP2Config(activation_checkpointing=True), "activation_checkpointing": "offload"}
 
 
+@pytest.mark.promise(118)
 @pytest.mark.parametrize(
     ("build", "text"),
     [

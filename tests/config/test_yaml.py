@@ -5,6 +5,8 @@ import yaml
 
 from composer_dist.config.yaml import parse, parse_value
 
+pytestmark = pytest.mark.promise(107)
+
 HOSTILE = {
     "laughs": "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{f'*a{n}, ' * 9}]\n" for n in range(30)),
     "merges": "a0: &a0 {x: 1}\n"

@@ -96,7 +96,7 @@ def unusable(model: nn.Module, cause: str, everybody: bool = True) -> None:
 # Before anything is touched. Other structure, dtype, frozen set and configuration: test_sources.
 
 
-@pytest.mark.promise(12)
+@pytest.mark.promise(12, 104)
 @pytest.mark.parametrize(
     ("stage", "kind", "text"),
     [
@@ -293,6 +293,7 @@ def test_parallelize_fn_runs_first_and_rules_after_it(returns: bool) -> None:
     assert [unit.name for unit in done.plan.units] == ["", f"{prefix}layers.0"]
 
 
+@pytest.mark.promise(108)
 @pytest.mark.parametrize("absent", [0, 1])
 @on_ranks(2)
 def test_a_rank_that_never_comes_is_named(absent: int) -> None:
@@ -311,6 +312,7 @@ def test_a_rank_that_never_comes_is_named(absent: int) -> None:
     assert "'the mesh'" in text
 
 
+@pytest.mark.promise(108)
 @pytest.mark.parametrize("way", ["memory", "messages"])
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_rank_that_dies_during_delivery_is_reported_alike(victim: int, way: str) -> None:

@@ -35,6 +35,7 @@ from tests.kit.world import on_ranks
 MODELS: dict[str, Any] = {"Toy": Toy, "Kinds": Kinds, "Buffers": Buffers}
 
 
+@pytest.mark.promise(109)
 def test_libraries_imported_while_a_model_is_built_do_not_log_of_other_machines(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

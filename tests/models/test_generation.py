@@ -89,6 +89,7 @@ def test_ranks_may_stop_at_other_lengths() -> None:
     assert any(isinstance(module, FSDPModule) for module in model.model.modules())
 
 
+@pytest.mark.promise(97)
 @on_ranks(2)
 @pytest.mark.parametrize("plain", [False, True])
 def test_static_caches_need_the_same_number_of_steps(plain: bool) -> None:

@@ -168,6 +168,7 @@ def test_an_empty_adapter_is_refused() -> None:
         HuggingFaceModel(model.model)
 
 
+@pytest.mark.promise(118)
 @pytest.mark.parametrize(
     ("options", "missing"),
     [
@@ -269,6 +270,7 @@ def test_base_and_adapters_arrive_and_only_adapters_move(dtype: torch.dtype) -> 
     assert {tensor.dtype for tensor in adapters.values()} == {torch.float32}
 
 
+@pytest.mark.promise(93)
 @pytest.mark.parametrize("config", [FSDP2Config(), DDPConfig()], ids=["fsdp", "ddp"])
 @pytest.mark.parametrize("kind", ["prompt", "p_tuning", "prefix"])
 @on_ranks(2)

@@ -14,6 +14,8 @@ from composer_dist.recipe.output.folder import run_folder
 from composer_dist.recipe.read import Configuration, read_configuration
 from tests.kit.scripts.locking import holding
 
+pytestmark = pytest.mark.promise(109)
+
 RUN = """\
 model: {kind: module, name: torch.nn.Linear, arguments: {in_features: 3, out_features: 2}, num_classes: 2}
 data: {kind: function, name: "mine.py:data", batch_size: 4}
@@ -57,6 +59,7 @@ def test_two_runs_at_a_time_cannot_have_one_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / ".lock").exists()
 
 
+@pytest.mark.promise(107)
 @pytest.mark.parametrize("name", [".lock", "configuration.yaml", "metrics.jsonl"])
 def test_a_link_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "out").mkdir()
@@ -67,6 +70,7 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     assert (tmp_path / "mine").read_text() == "kept"
 
 
+@pytest.mark.promise(107)
 @pytest.mark.parametrize("name", ["checkpoints", "model", "base"])
 def test_a_folder_behind_a_link_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "out").mkdir()

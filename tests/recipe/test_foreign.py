@@ -125,6 +125,7 @@ def test_weights_that_cannot_be_read_are_found_by_their_headers(tmp_path: Path) 
 INDEX = "model.safetensors.index.json"
 
 
+@pytest.mark.promise(107)
 @pytest.mark.parametrize(
     "name", ["config.json", "tokenizer.json", INDEX, "model-00002-*", "sub/a.safetensors"]
 )
@@ -141,6 +142,7 @@ def test_links_out_of_a_models_directory_are_not_followed(tmp_path: Path, name: 
             read()
 
 
+@pytest.mark.promise(107)
 @pytest.mark.parametrize("index", [INDEX, "pytorch_model.bin.index.json"])
 def test_an_index_names_no_file_outside_of_the_directory(tmp_path: Path, index: str) -> None:
     model = pretrained(tmp_path / "m")
@@ -172,6 +174,7 @@ def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
     assert len(tokenizer_named(str(snapshot))) == 261
 
 
+@pytest.mark.promise(107)
 @pytest.mark.parametrize("key", ["pretrained", "tokenizer"])
 def test_code_of_a_model_is_neither_run_nor_offered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str

@@ -1,5 +1,6 @@
 """Every preset is a valid configuration that trains on one process and on two, to the same losses."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,17 @@ SMALL = ["data.batch_size=2", "data.context=32", "data.held_out=4", "trainer.max
 SMALL += ["trainer.eval_interval=null"]
 
 
+@pytest.mark.promise(109)
 @pytest.mark.parametrize("name", EVERY)
 def test_presets_are_valid_and_every_one_has_a_name(name: str) -> None:
     assert {file.stem for file in PRESETS.glob("*.yaml")} == set(EVERY)
     read_configuration(PRESETS / f"{name}.yaml")
+    text = (PRESETS / f"{name}.yaml").read_text()
+    rate = re.search(r"lr: [\de.-]+(.*)", text)
+    assert rate
+    assert ("pretrained" in text) == ("for a pretrained one about 2e-" in rate[1]), (
+        "its rate is for a new model"
+    )
 
 
 @pytest.mark.parametrize(

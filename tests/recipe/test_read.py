@@ -22,6 +22,8 @@ from composer_dist.recipe.read import read_configuration
 from composer_dist.recipe.schema import ModuleModel, TextData
 from composer_dist.recipe.source import Document, override
 
+pytestmark = pytest.mark.promise(109)
+
 GOOD = """\
 model:
   kind: causal_lm

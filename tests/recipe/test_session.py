@@ -20,7 +20,10 @@ from composer_dist.recipe.session import _write_module
 from composer_dist.recipe.source import Document
 from composer_dist.trainer.improvement import NoMetricError
 
+pytestmark = pytest.mark.promise(109)
 
+
+@pytest.mark.promise(59)
 def test_a_models_file_appears_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session: Any = SimpleNamespace(model=nn.Linear(2, 1), run=SimpleNamespace(out=tmp_path))
     save = torch.save

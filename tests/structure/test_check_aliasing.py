@@ -12,6 +12,8 @@ from composer_dist.structure.check_aliasing import check_aliasing
 from composer_dist.structure.structure import read_structure
 from tests.kit.huggingface import tied_llama
 
+pytestmark = pytest.mark.promise(104)
+
 
 def layers() -> nn.Module:
     return nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
@@ -103,6 +105,7 @@ def test_it_is_refused_unless_it_stays_whole(bind: Callable[[nn.Module], None], 
     check_aliasing(structure, dict.fromkeys(structure.parameters, "Rule(shard=False)"))
 
 
+@pytest.mark.promise(22)
 def test_a_tie_that_was_lost_on_the_meta_device_is_refused_and_tie_weights_mends_it() -> None:
     model = tied_llama()
     check_aliasing(read_structure(model), {})

@@ -91,6 +91,7 @@ def test_a_module_under_two_names_is_one_module() -> None:
     assert len(held.places) == 1
 
 
+@pytest.mark.promise(104)
 def test_lazy_modules_are_refused_until_they_have_shapes() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.LazyLinear(4))
     with pytest.raises(

@@ -64,6 +64,7 @@ def test_a_fit_beyond_max_duration_counts_to_its_own_end() -> None:
     assert found[BATCHES:] == pytest.approx([2 * cosine(batch, 0, 18, 0) for batch in range(9, 18)])
 
 
+@pytest.mark.promise(118)
 @pytest.mark.parametrize("kind", [CosineAnnealingWithWarmupScheduler, LinearWithWarmupScheduler])
 @pytest.mark.parametrize("warmup", ["3ba", "6ba", "4ep"])
 def test_a_warm_up_longer_than_the_run_rises_and_warns(kind: Any, warmup: str) -> None:
@@ -73,6 +74,7 @@ def test_a_warm_up_longer_than_the_run_rises_and_warns(kind: Any, warmup: str) -
     assert found == pytest.approx([2 * batch / length for batch in range(3)])
 
 
+@pytest.mark.promise(118)
 @pytest.mark.parametrize(
     "schedulers",
     [

@@ -117,6 +117,7 @@ def test_blocks_are_found_where_they_are_no_units() -> None:
     assert [one.module for one in plan.checkpointing] == BLOCKS
 
 
+@pytest.mark.promise(26)
 def test_a_model_without_blocks_is_compiled_whole_as_by_a_rule() -> None:
     plan, ruled = (
         plan_parallelism(models.Composers(), ParallelismConfig(**config))
@@ -373,6 +374,18 @@ def test_a_block_around_a_unit_breaks_its_graph_and_trains_the_same(build: Any) 
     parts, breaks = trained(build, config)
     assert parts > 0
     assert breaks > 0
+
+
+@pytest.mark.promise(118)
+@on_ranks(2)
+def test_a_rule_compiles_its_module_under_ddp_too() -> None:
+    fresh()
+    reference, model = built(models.B), built(models.B)
+    done = parallelize_model(model, ParallelismConfig(ddp=DDPConfig(), rules=[Rule("layers.1", compile=AOT)]))
+    assert [one.module for one in done.plan.compiled] == ["layers.1"]
+    x = models.batch(model)
+    torch.testing.assert_close(model(mine(x)), mine(reference(x)))
+    assert graphs() == 1
 
 
 @pytest.mark.promise(26)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composer_dist import FSDP2Config, ParallelismConfig
-from composer_dist.distributed import parallelize_model, plan_parallelism
+from composer_dist.distributed import parallelize_model, plan_parallelism, prepare_fully_shard
 from composer_dist.errors import ParallelismValueError
 from tests.kit.quantized import Float8Block, Float8Linear, float8_torchao
 
@@ -105,6 +105,17 @@ def test_layers_are_converted_in_place(ac: Any) -> None:
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         if "quantized" not in name:
             torch.testing.assert_close(p.grad.full_tensor(), q.grad.float(), rtol=0.2, atol=0.05)
+
+
+@pytest.mark.usefixtures("torchao")
+@pytest.mark.promise(87)
+def test_prepare_fully_shard_converts_layers_too() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = Model()
+    plan = prepare_fully_shard(model, ParallelismConfig(compile={"backend": "eager"}), precision="amp_fp8")
+    assert plan.float8 == LINEARS
+    assert [isinstance(model.get_submodule(name), Float8Linear) for name in LINEARS] == [True] * 4
+    assert type(model.head) is nn.Linear
 
 
 @pytest.mark.gpu

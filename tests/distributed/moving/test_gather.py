@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -9,6 +10,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from composer_dist._torch import StridedShard
 from composer_dist.distributed.moving.gather import gather
 from tests.kit.world import on_ranks
+
+pytestmark = pytest.mark.promise(105)
 
 
 @on_ranks(4)

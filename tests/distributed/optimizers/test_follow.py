@@ -113,6 +113,7 @@ def test_optimizers_that_cannot_step_on_shards_are_refused_by_name(name: str) ->
     refused(*start(name), text)
 
 
+@pytest.mark.promise(25, 104)
 @on_ranks(2)
 def test_fused_kernels_that_dtensor_lacks_are_refused_by_name() -> None:
     for kind in (torch.optim.SGD, torch.optim.Adagrad):
@@ -128,6 +129,7 @@ def test_fused_kernels_that_dtensor_lacks_are_refused_by_name() -> None:
     close(values(model), values(single))
 
 
+@pytest.mark.promise(104)
 @on_ranks(2)
 def test_optimizers_made_afterwards_are_checked_at_their_first_step() -> None:
     with warnings.catch_warnings():
@@ -196,6 +198,7 @@ class Wrapper(Optimizer):
         return self.inner[0].step(closure)
 
 
+@pytest.mark.promise(48, 104)
 @on_ranks(2)
 def test_optimizers_around_others_are_followed_if_they_share_groups_and_refused_otherwise() -> None:
     model, inner = start("SGD-momentum")
@@ -217,6 +220,7 @@ def test_optimizers_around_others_are_followed_if_they_share_groups_and_refused_
         load_full_optimizer_state(model, Wrapper(inner, shared=False), saved)
 
 
+@pytest.mark.promise(48, 104)
 @on_ranks(2)
 def test_torch_s_distributed_optimizers_are_refused_by_name(tmp_path: Path) -> None:
     with warnings.catch_warnings():

@@ -23,6 +23,8 @@ from tests.kit.compare import close, fails, weights
 from tests.kit.toy import built
 from tests.kit.world import on_ranks
 
+pytestmark = pytest.mark.promise(104)
+
 
 def _net() -> nn.Sequential:
     torch.manual_seed(0)

@@ -13,7 +13,10 @@ from tests.kit.runs import loss_of
 from tests.kit.toy import built
 from tests.kit.world import on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
+pytestmark = [
+    pytest.mark.promise(104),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft's own
+]
 
 
 def test_sparse_embeddings_are_refused_where_they_would_be_sharded() -> None:

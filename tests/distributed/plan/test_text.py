@@ -15,6 +15,8 @@ from composer_dist.distributed.plan import text
 from composer_dist.wording import human_bytes
 from tests.kit import models
 
+pytestmark = pytest.mark.promise(109)
+
 
 @pytest.mark.parametrize(
     ("count", "text"),

@@ -27,6 +27,8 @@ from composer_dist.errors import (
 from tests.kit.compare import fails_alike
 from tests.kit.world import WorkerError, on_ranks, run
 
+pytestmark = pytest.mark.promise(108)
+
 SHORT = timedelta(seconds=0.5)
 
 

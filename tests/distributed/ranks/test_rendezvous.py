@@ -12,6 +12,8 @@ from composer_dist.distributed.ranks.launcher_variables import VARIABLES
 from composer_dist.distributed.ranks.rendezvous import agreed_name, meeting_place
 from composer_dist.errors import ParallelismRuntimeError
 
+pytestmark = pytest.mark.promise(105)
+
 
 def names(store: HashStore, ranks: Sequence[int], world: int) -> list[str]:
     with ThreadPoolExecutor(len(ranks)) as pool:

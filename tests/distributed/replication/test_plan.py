@@ -48,6 +48,7 @@ def test_the_plan_says_what_every_module_and_tensor_gets() -> None:
     assert facts["arguments"]["bucket_cap_mb"] == 5
 
 
+@pytest.mark.promise(118)
 def test_ddp_beside_the_default_mesh_replicates_on_every_rank() -> None:
     assert resolve_config({"ddp": {}}).mesh == MeshConfig(dp_replicate=-1, dp_shard=1)
     own = ParallelismConfig(ddp=DDPConfig(), mesh=MeshConfig(dp_replicate=2))
@@ -55,6 +56,7 @@ def test_ddp_beside_the_default_mesh_replicates_on_every_rank() -> None:
     assert plan_parallelism(models.M(), own, world_size=2).mesh["dp_replicate"] == 2
 
 
+@pytest.mark.promise(118)
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -68,6 +70,11 @@ def test_ddp_beside_the_default_mesh_replicates_on_every_rank() -> None:
             {"rules": [Rule("head", mixed_precision="PURE")]},
             "rule 'head' sets mixed_precision, which has no effect under DDP",
         ),
+        (
+            {"rules": [Rule("layers.0", skippable="replicate")]},
+            "rule 'layers.0' sets skippable, which has no effect under DDP",
+        ),
+        ({"mesh": MeshConfig()}, "may have dp_replicate only, not dp_shard=4"),
         ({"rules": [Rule("hed", act_ckpt=True)]}, "No module matches 'hed'. Did you mean 'head'?"),
         ({"ignored": "hed"}, "DDPConfig.ignored='hed' matches nothing. Did you mean 'head'?"),
         ({"options": {"init_sync": True}}, "cannot have 'init_sync': use ParallelismConfig.sync"),

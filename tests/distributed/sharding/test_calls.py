@@ -311,7 +311,8 @@ def test_running_statistics_are_rank_0s_on_every_rank(replicas: int, frozen: boo
     torch.manual_seed(0)
     model = Normed()
     alone = nn.BatchNorm1d(4)
-    parallelize_model(model, ParallelismConfig(mesh=MeshConfig(dp_replicate=replicas)))
+    done = parallelize_model(model, ParallelismConfig(mesh=MeshConfig(dp_replicate=replicas)))
+    assert "batch norms: norm; each rank normalizes its own part of the batch" in str(done.plan)
     if frozen:  # in the first forward for training, which tells which buffers change
         model.norm.eval()
         model(torch.randn(8, 4)).sum().backward()

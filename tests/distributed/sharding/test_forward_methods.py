@@ -119,6 +119,7 @@ class Direct(Model):
         return self.head(self.blocks[0].encode(x, times=2) if self.other else x)
 
 
+@pytest.mark.promise(35, 104)
 @on_ranks(2)
 def test_a_direct_call_of_forward_gathers_and_one_of_another_method_names_the_remedy() -> None:
     reference, model = built(Direct), built(Direct)

@@ -1,5 +1,7 @@
 """A unit's outputs can be changed in place, and cost no warning and no copy."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -49,3 +51,43 @@ def test_an_output_changed_in_place_still_gathers_for_backward() -> None:
         output += 1
         output.square().sum().backward()
     same_parameters(model, reference, gradients=True)
+
+
+class Collects(nn.Linear):
+    """Writes what it has seen into the list or dict that it is handed."""
+
+    def forward(self, x: torch.Tensor, kept: Any) -> torch.Tensor:  # type: ignore[override]
+        if isinstance(kept, dict):
+            kept[len(kept)] = x
+        else:
+            kept.append(x)
+        return super().forward(x)
+
+
+class Collecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Collects(3, 3) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, kept: Any) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, kept)
+        return x
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", [None, "amp_bf16"])
+@pytest.mark.parametrize("inside", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_what_blocks_write_into_their_arguments_arrives_without_gradients_too(
+    precision: str | None, inside: Any
+) -> None:
+    reference, model = built(Collecting), built(Collecting)
+    parallelize_model(model, FSDP2Config(), precision=precision)
+    x = torch.ones(2, 3)
+    for kept, expected in (([], []), ({}, {})):
+        with inside():
+            model(x, kept)
+            reference(x, expected)
+        found, wanted = (list(one.values() if isinstance(one, dict) else one) for one in (kept, expected))
+        assert len(found) == 3
+        torch.testing.assert_close([one.float() for one in found], wanted, rtol=0.02, atol=0.01)

@@ -78,6 +78,7 @@ def test_units_gather_what_a_rank_has_of_cut_parameters() -> None:
 LLAMA = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"}
 
 
+@pytest.mark.promise(30)
 def test_a_hugging_face_model_brings_its_plan() -> None:
     found = styles(planned(meta(llama)))
     assert {name for name, style in found.items() if style == "colwise"} == {

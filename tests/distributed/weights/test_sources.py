@@ -127,7 +127,7 @@ def test_tensor_by_tensor(ranks: int, sync: str) -> None:
     assert found["layers.1.up.weight"].abs().max() <= 8**-0.5
 
 
-@pytest.mark.promise(5)
+@pytest.mark.promise(5, 105)
 @pytest.mark.parametrize(
     ("what", "expected"),
     [

@@ -8,8 +8,10 @@ import pytest
 
 from composer_dist.trainer import ProgressBar
 from composer_dist.trainer.callbacks.progress_bar import _clock, _short
-from tests.kit.training import Clock, Terminal, fitted, fitted_on_parts, joined, loader, tagged, tagger
+from tests.kit.training import Clock, Terminal, fitted, fitted_on_parts, joined, loader, quiet, tagged, tagger
 from tests.kit.world import World
+
+pytestmark = pytest.mark.promise(109)
 
 
 def shown(stream: io.StringIO, **options: Any) -> list[str]:
@@ -77,3 +79,13 @@ def test_only_rank_0_shows_progress(world2: World, capfd: pytest.CaptureFixture[
     shown = capfd.readouterr().out.splitlines()
     assert [line.split(" ")[:2] for line in shown] == [["[rank", "0]"]] * len(shown)
     assert "train 100%  epoch 1/1  batch 4/4" in shown[-1]
+
+
+class Mine(ProgressBar):
+    """The user's own."""
+
+
+@pytest.mark.promise(98)
+def test_a_subclass_stands_for_the_bar() -> None:
+    trainer, _ = quiet(callbacks=[Mine(stream=io.StringIO())], progress_bar=True)
+    assert [type(one) for one in trainer.callbacks if isinstance(one, ProgressBar)] == [Mine]

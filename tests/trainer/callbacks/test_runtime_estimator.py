@@ -7,6 +7,8 @@ import pytest
 from composer_dist.trainer import RuntimeEstimator
 from tests.kit.training import At, Clock, fitted, loader, quiet
 
+pytestmark = pytest.mark.promise(109)
+
 
 def estimated(**options: Any) -> tuple[list[tuple[int, float]], RuntimeEstimator]:
     """A batch takes 2 seconds, the first one 50; an evaluation of one batch 5."""

@@ -67,6 +67,7 @@ def test_ranks_that_share_a_matrix_count_it_once(world2: World) -> None:
         assert found == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.promise(98)
 def test_peaks_are_known_by_name_and_without_one_nothing_is_counted() -> None:
     _, log = fitted()
     assert not any("flops" in name or "mfu" in name for name in log.data)
@@ -114,6 +115,7 @@ class Mine(SpeedMonitor):
     """The user's own."""
 
 
+@pytest.mark.promise(98)
 def test_a_subclass_stands_for_the_monitor() -> None:
     trainer, _ = quiet(callbacks=[Mine()])
     assert [type(one) for one in trainer.callbacks if isinstance(one, SpeedMonitor)] == [Mine]

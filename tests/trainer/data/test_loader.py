@@ -238,6 +238,7 @@ def test_hugging_face_datasets() -> None:
         loaders(1, stream)[0].load_state_dict(first[0].state_dict())
 
 
+@pytest.mark.promise(118)
 def test_a_stream_that_is_split_already_is_refused() -> None:
     from datasets import Dataset
     from datasets.distributed import split_dataset_by_node

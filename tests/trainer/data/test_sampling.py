@@ -29,6 +29,7 @@ def test_a_distributed_sampler_must_be_for_this_rank() -> None:
         check_sampler(DataLoader(points(), sampler=distributed(2, 0)), ALONE)
 
 
+@pytest.mark.promise(118)
 def test_a_plain_sampler_is_refused_where_data_differs() -> None:
     check_sampler(loader(), ALONE)
     with pytest.raises(ParallelismValueError, match="All 2 data-parallel ranks .* same samples"):
@@ -61,6 +62,6 @@ def samplers() -> None:
         quiet(parallelism_config="fsdp", eval_dataloader={"held_out": loader()})  # before it trains
 
 
-@pytest.mark.promise(3)
+@pytest.mark.promise(3, 118)
 def test_samplers_that_do_not_match_the_mesh_are_refused(world2: World) -> None:
     world2(samplers)

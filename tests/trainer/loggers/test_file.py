@@ -133,6 +133,7 @@ def test_a_hole_of_many_gigabytes_is_not_read(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.1.jsonl").stat().st_size == 1 << 40
 
 
+@pytest.mark.promise(109)
 def test_fits_of_one_trainer_share_a_file_and_another_run_keeps_it_beside_its_own(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for _ in range(2):

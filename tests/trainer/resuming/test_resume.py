@@ -180,6 +180,7 @@ def damage(checkpoint: Path) -> None:
     data.write_bytes(data.read_bytes()[:-9])
 
 
+@pytest.mark.promise(100)
 def test_autoresume_skips_what_is_damaged_and_keeps_it(tmp_path: Path) -> None:
     run(tmp_path, "4ba")
     damage(tmp_path / "ep0-ba4")
@@ -194,6 +195,7 @@ def test_autoresume_skips_what_is_damaged_and_keeps_it(tmp_path: Path) -> None:
     assert found == {"ep0-ba4.damaged", "ep2-ba16", "ep3-ba18"}  # keep=2 counts the good ones
 
 
+@pytest.mark.promise(100)
 @pytest.mark.parametrize("how", ["data", "mark", "no mark"])
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(tmp_path: Path, how: str) -> None:
     run(tmp_path, "4ba")
@@ -214,6 +216,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(tmp_path: P
     assert [path for path in sorted(tmp_path.rglob("*")) if path.name != ".lock"] == before
 
 
+@pytest.mark.promise(100)
 def test_a_finished_run_that_is_resumed_has_nothing_to_do(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -226,6 +229,7 @@ def test_a_finished_run_that_is_resumed_has_nothing_to_do(
     assert again.state.timestamp.batch == 19
 
 
+@pytest.mark.promise(109)
 def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", Path("/proc/nothing")):
@@ -233,6 +237,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path: Path)
             trainer(folder)
 
 
+@pytest.mark.promise(100)
 def test_runs_resume_at_urls(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}"
     one = trainer(url)[0]  # type: ignore[arg-type]
@@ -252,6 +257,7 @@ def test_runs_resume_at_urls(tmp_path: Path) -> None:
             trainer(url, resume=True)  # type: ignore[arg-type]
 
 
+@pytest.mark.promise(100)
 def test_autoresume_verifies_once(tmp_path: Path) -> None:
     run(tmp_path, "2ba")
     with mock.patch.object(Opened, "verify", autospec=True, side_effect=Opened.verify) as verify:

@@ -19,6 +19,8 @@ from composer_dist.trainer import (
 from tests.kit.training import classifier, loader, quiet
 from tests.kit.world import World
 
+pytestmark = pytest.mark.promise(106)
+
 
 def trainer(folder: Path, kind: Any = AdamW, **options: Any) -> Trainer:
     """One that takes `lr` and the like for the optimizer."""
