@@ -43,9 +43,10 @@ def estimate(
     recomputed: Any = None,
     mixed: bool = True,
     fused: bool = False,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     **options: Any,
 ) -> MemoryEstimate:
-    """Of rank 0 under FSDP2 with AdamW.
+    """Of rank 0 under FSDP2.
 
     Args:
         model: on meta.
@@ -54,13 +55,14 @@ def estimate(
         recomputed: as for `activation_checkpointing`.
         mixed: whether to compute in bf16.
         fused: whether the optimizer's step is one kernel.
+        optimizer: its class.
         options: of `ParallelismConfig`.
     """
     config = ParallelismConfig(activation_checkpointing=recomputed, mesh=CUDA, **options)
-    adam = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
-    adam.param_groups[0]["fused"] = fused  # the constructor wants a device
+    made = optimizer([one for one in model.parameters() if one.requires_grad])
+    made.param_groups[0]["fused"] = fused  # the constructor wants a device
     precision = "amp_bf16" if mixed else None
-    plan = plan_parallelism(model, config, world_size=ranks, optimizer=adam, precision=precision)
+    plan = plan_parallelism(model, config, world_size=ranks, optimizer=made, precision=precision)
     return plan.memory(batch)
 
 
@@ -83,20 +85,21 @@ def _every_second_product() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
+_OFFLOADED = "composable", {"offload": True}
 SELECTIVE = ("composable", {"context_fn": _every_second_product})
 
 
 class Chunked(nn.Module):
-    """torchtune's chunked cross entropy, compiled: the logits are in 8 parts."""
+    """torchtune's cross entropy, compiled: the logits are in `parts`, by default chunked."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, parts: int = 8) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.parts = model, parts
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Token ids and labels (sequences, tokens) to the sum of their losses."""
         hidden = self.model.model(input_ids).last_hidden_state
-        logits = [self.model.lm_head(one) for one in hidden.chunk(8, dim=1)]
+        logits = [self.model.lm_head(one) for one in hidden.chunk(self.parts, dim=1)]
         return {"loss": torch.stack([_Entropy.apply(one) for one in logits]).sum()}
 
 
@@ -132,13 +135,25 @@ def _adapted(quantized: bool) -> Any:
 
 def _lora(quantized: bool) -> MemoryEstimate:
     model, alone = _adapted(quantized), DDPConfig()
-    offloaded = "composable", {"offload": True}
-    return estimate(model, 1, (2, 4096), offloaded, mixed=False, fused=True, ddp=alone)
+    return estimate(model, 1, (2, 4096), _OFFLOADED, mixed=False, fused=True, ddp=alone)
 
 
-def _tune(recomputed: Any = None, chunked: bool = False) -> MemoryEstimate:
+def _tune(recomputed: Any = None, parts: int = 0, **options: Any) -> MemoryEstimate:
+    """Of a full fine-tune; with `parts`, the loss is compiled."""
     model = llama(torch.bfloat16, **_3B)
-    return estimate(Chunked(model) if chunked else model, 1, (2, 4096), recomputed, mixed=False, fused=True)
+    model = Chunked(model, parts) if parts else model
+    return estimate(model, 1, (2, 4096), recomputed, mixed=False, fused=True, **options)
+
+
+def _eight_bits() -> float:
+    from torchao.optim import AdamW8bit
+
+    return _without_gradients(_tune(_OFFLOADED, 8, optimizer=AdamW8bit))
+
+
+def _without_gradients(made: MemoryEstimate) -> float:
+    """GiB at the peak if each gradient were gone as soon as it is there."""
+    return max(sum(now.values()) - now.get("gradients", 0) for _, _, now in made.timeline) / GIB
 
 
 def _mpt(
@@ -161,6 +176,12 @@ def _t5(**fsdp2: Any) -> MemoryEstimate:
         config = transformers.T5Config(**sizes, vocab_size=32128, decoder_start_token_id=0, use_cache=False)
         model = transformers.T5ForConditionalGeneration(config)
     return estimate(model, 8, (1, 1), "composable", fused=True, fsdp2=FSDP2Config(**fsdp2))
+
+
+def _zero_2() -> float:
+    """GiB of a plan, and of whole gradients in bf16 beside it."""
+    made = _t5(reshard_after_forward=False)
+    return (made.peak + 8 * (made.gradients + made.padding) / 2) / GIB
 
 
 def _bert() -> MemoryEstimate:
@@ -213,10 +234,10 @@ class Row(NamedTuple):
 
     what: str
     published: float
-    of: Callable[[], float] | None
-    """The plan's, in the same unit; None where a plan cannot model the run."""
+    of: Callable[[], float]
+    """The plan's, in the same unit."""
     why: str = ""
-    """They differ, or there is none."""
+    """They differ, or what was planned instead."""
 
 
 class Fit(NamedTuple):
@@ -235,10 +256,12 @@ def _titan(ranks: int) -> Callable[[], float]:
     return lambda: estimate(llama(**_8B), ranks, (2, 8192), SELECTIVE).reserved / GIB
 
 
-_FUSED = "torch.compile fuses operations and keeps less; plans trace the model as it is"
-_BACKWARD = "the optimizer steps within backward, which composer_dist does not do"
+_FUSED = "planned without torch.compile, as plans trace the model as it is"
+_LOSS = "planned with a loss that has no temporary tensors, and without torch.compile elsewhere"
+_LAYERS = f"{_LOSS}; compiled layers keep less"
+_BACKWARD = "planned without the gradients of the timeline, as composer_dist does not step within backward"
 _GRADIENTS = "what is reserved has room for gradients, not there at the peak: 3.5 GiB more on 8 ranks"
-_WHOLE = "ZeRO-2 keeps the gradients of all parameters until the step; FSDP2 reduces each unit's at once"
+_WHOLE = "planned with reshard_after_forward=False and whole bf16 gradients, which FSDP2 does not keep"
 _TYPO = "the same page says 413.18 in its second table and in its text"
 _TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 _TUNE = "torchtune, README.md"
@@ -246,25 +269,25 @@ _SPEED = "DeepSpeed, docs/code-docs/source/memory.rst"
 ROWS: dict[str, list[Row]] = {
     f"{_TITAN}: Llama 3.1 8B, FSDP, 2 x 8192, selective; GiB reserved": [
         Row("table 1: 8 H100", 82.4, _titan(8)),
-        Row("table 1: + torch.compile", 77.0, None, _FUSED),
+        Row("table 1: + torch.compile", 77.0, _titan(8), _FUSED),
         Row("table 3: 128 H100", 67.0, _titan(128)),
-        Row("table 3: + torch.compile", 62.0, None, _FUSED),
+        Row("table 3: + torch.compile", 62.0, _titan(128), _FUSED),
         Row("8 H100 less 128", 15.4, lambda: _titan(8)() - _titan(128)(), _GRADIENTS),
     ],
     f"{_TUNE}: Llama 3.2 3B in bf16 on one A100, packed to 2 x 4096; GiB active": [
         Row("baseline", 60.0, _peak(_tune)),
-        Row("+ compile", 51.0, None, _FUSED),
-        Row("+ chunked cross entropy", 42.9, None, _FUSED),
-        Row("+ activation checkpointing", 24.9, _peak(lambda: _tune("composable", chunked=True))),
-        Row("+ optimizer in backward", 23.1, None, _BACKWARD),
-        Row("+ activation offloading", 21.8, None, _BACKWARD),
-        Row("+ 8-bit AdamW", 17.6, None, _BACKWARD),
+        Row("+ compile", 51.0, _peak(lambda: _tune(parts=1)), _LOSS),
+        Row("+ chunked cross entropy", 42.9, _peak(lambda: _tune(parts=8)), _LAYERS),
+        Row("+ activation checkpointing", 24.9, _peak(lambda: _tune("composable", 8))),
+        Row("+ optimizer in backward", 23.1, lambda: _without_gradients(_tune("composable", 8)), _BACKWARD),
+        Row("+ activation offloading", 21.8, lambda: _without_gradients(_tune(_OFFLOADED, 8)), _BACKWARD),
+        Row("+ 8-bit AdamW", 17.6, _eight_bits, _BACKWARD),
         Row("LoRA", 8.5, _peak(lambda: _lora(quantized=False))),
         Row("QLoRA", 4.6, _peak(lambda: _lora(quantized=True))),
     ],
     f"{_SPEED}: t5-3b on 8 GPUs, without activations; GiB": [
         Row("ZeRO-3", 6.10, _peak(_t5)),
-        Row("ZeRO-2", 15.93, _peak(lambda: _t5(reshard_after_forward=False)), _WHOLE),
+        Row("ZeRO-2", 15.93, _zero_2, _WHOLE),
     ],
     "accelerate, docs/source/usage_guides/model_size_estimator.md: bert-base-cased; MiB": [
         Row("total", 418.18, lambda: (_bert().parameters + _bert().buffers) / 2**20, _TYPO),
@@ -327,9 +350,9 @@ def _figures() -> Iterator[str]:
     for source, rows in ROWS.items():
         yield from (f"{source}.", "", "| run | published | plan | ratio | why |", "|---|---|---|---|---|")
         for row in rows:
-            found = row.of() if row.of else None
-            seen = f"{found:,.2f} | {found / row.published:.2f}" if found is not None else "- | -"
-            yield f"| {row.what} | {row.published} | {seen} | {row.why} |"
+            found = row.of()
+            ratio = found / row.published
+            yield f"| {row.what} | {row.published} | {found:,.2f} | {ratio:.2f} | {row.why} |"
         yield ""
 
 

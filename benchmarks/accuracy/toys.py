@@ -10,8 +10,8 @@ _HELD = """## What a rank holds
 Bytes of parameters, gradients and AdamW's state: of the plan, and of the tensors of real prepared models
 after a step, on every rank. The models are toys of two layers. "equal (1, 2, 4)" means to the byte on all
 ranks of worlds of these sizes; notes say why a mode refuses a model. LoRA and QLoRA (NF4) are with FSDP2.
-A plan counts a gradient for every trainable parameter: mamba's LoRA also adapts matrices whose forward never
-runs, so that real ranks hold less (the negative numbers).
+The plan is asked about the batch, so that it knows which parameters get no gradients, as mamba's LoRA on
+matrices whose modules never run.
 """
 _TRAFFIC = """## What a rank sends
 

@@ -23,12 +23,13 @@ Moment = Literal[
     "before reduction",
     "after reduction",
     "after backward",
+    "no gradient",
 ]
 """What training consists of; "start-up" is before the first step.
 
 Between "before reduction" and "after reduction" a unit's gradients are freed. "gradient": a parameter's
-gradient is complete. "compute": an operator runs, with `work`. "send": the model's own operators communicate,
-with `sent`."""
+gradient is complete. "no gradient": a trainable parameter has none after the backward. "compute": an operator
+runs, with `work`. "send": the model's own operators communicate, with `sent`."""
 
 
 Kind = Literal["gathered", "communication", "gradients", "activations", "logits", "host"]

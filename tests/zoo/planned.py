@@ -96,9 +96,10 @@ def _held(name: str, way: str) -> str:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     real, alone = _built(name, way), _built(name, way)
     config, optimizer = WAYS[way].config(ranks), _adam(real)
-    estimate = plan_parallelism(alone, config, world_size=ranks, optimizer=_adam(alone)).memory(rank=rank)
-    parallelize_model(real, config, optimizer)
     batch = _batch(name, way)
+    plan = plan_parallelism(alone, config, world_size=ranks, optimizer=_adam(alone))
+    estimate = plan.memory(batch, rank=rank)
+    parallelize_model(real, config, optimizer)
     with _part_of(batch, real, way) as part:
         toy.loss(real, part).backward()
     gradients = nbytes(one.grad for one in real.parameters() if one.grad is not None)

@@ -13,11 +13,13 @@ from torch.optim import Optimizer
 from composer_dist import _torch
 from composer_dist.distributed.feature_plan import Rank, StepEvent
 from composer_dist.distributed.mesh.layout import Coordinate, Layout, padded_numel
+from composer_dist.distributed.optimizers.follow import is_low_bit
 from composer_dist.distributed.plan.decisions import Decisions, Subject
 from composer_dist.distributed.plan.record import storages_made
 from composer_dist.distributed.plan.text import table
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.structure import Structure
+from composer_dist.tensors.inner import inner_tensors
 from composer_dist.tensors.nested import tensors_in
 from composer_dist.wording import human_bytes
 
@@ -85,10 +87,9 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    plan: Decisions, subject: Subject, rank: int, events: Sequence[StepEvent] | None
+    plan: Decisions, subject: Subject, here: Rank, events: Sequence[StepEvent] | None
 ) -> MemoryEstimate:
     """See `ParallelPlan.memory`; without events, without a step."""
-    here = rank_of(plan, subject.structure, rank)
     known, extra = held_memory(plan, subject, here)
     return known if events is None else followed_memory(plan, here, known, extra, events)
 
@@ -161,18 +162,22 @@ def _step(optimizer: Optimizer | type[Optimizer], structure: Structure, rank: Ra
     twin.__dict__.update(vars(optimizer), state=defaultdict(dict), param_groups=groups)
     _torch.forget_step_hooks(twin)
     try:
-        twin.step()
+        with torch.compiler.set_stance("force_eager"):
+            twin.step()
     except (RuntimeError, TypeError) as error:
         raise ParallelismValueError(
             f"What {type(optimizer).__name__} needs is not known, because its step needs values ({error}). "
             "Plan without an optimizer, or with one that is like it."
         ) from error
-    state = [one for values in twin.state.values() for one in tensors_in(values)]
+    held = (one for values in twin.state.values() for one in tensors_in(values))
+    state = [part for one in held for part in inner_tensors(one).values() or [one]]
     parts = [one for group in groups for one in group["params"]]
-    with storages_made([*state, *parts, *(one.grad for one in parts if one.grad is not None)]) as most:
+    grads = (one.grad for one in parts if one.grad is not None)
+    with torch.compiler.set_stance("force_eager"), storages_made([*state, *parts, *grads]) as most:
         twin.step()
-    fused = all(group.get("fused") for group in optimizer.param_groups)  # has no temporary tensors
-    return sum(one.nbytes for one in state), 0 if fused else most()
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    one_kernel = fused or is_low_bit(optimizer)  # which torchao compiles
+    return sum(one.nbytes for one in state), 0 if one_kernel else most()
 
 
 def _part(rank: Rank, name: str) -> nn.Parameter:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.config.mesh import MeshConfig
-from composer_dist.distributed.feature_plan import StepEvent
+from composer_dist.distributed.feature_plan import Rank, StepEvent
 from composer_dist.distributed.plan.communication import Communication, estimate_communication
 from composer_dist.distributed.plan.compute import ComputeEstimate, estimate_compute
 from composer_dist.distributed.plan.decisions import Decisions, Subject
@@ -18,7 +18,7 @@ from composer_dist.distributed.plan.memory import MemoryEstimate, estimate_memor
 from composer_dist.distributed.plan.start_up import Weights
 from composer_dist.distributed.plan.text import mesh_in_words, table, unit_rows
 from composer_dist.distributed.plan.topology import TOPOLOGIES, Topology, by_name
-from composer_dist.distributed.plan.trace import traced
+from composer_dist.distributed.plan.trace import as_trained, traced
 from composer_dist.distributed.plan.work import DEVICES, Device
 from composer_dist.errors import ParallelismKeyError, ParallelismValueError
 from composer_dist.structure.calling import Loss
@@ -53,7 +53,7 @@ class ParallelPlan(Decisions):
         Raises:
             ParallelismValueError: the plan has no such rank, or the batch does not suit the model.
         """
-        return estimate_memory(self, self._subject(), rank, self._events(batch, loss, rank))
+        return estimate_memory(self, self._subject(), *self._followed(batch, loss, rank))
 
     def communication(
         self,
@@ -86,7 +86,7 @@ class ParallelPlan(Decisions):
         Raises:
             ParallelismValueError: the plan has no such rank, or the batch does not suit the model.
         """
-        here, events = rank_of(self, self._subject().structure, rank), self._events(batch, loss, rank)
+        here, events = self._followed(batch, loss, rank)
         return estimate_communication(self, here, events, by_name(topology, TOPOLOGIES), weights)
 
     def compute(
@@ -107,8 +107,9 @@ class ParallelPlan(Decisions):
         Raises:
             ParallelismValueError: the plan has no such rank, or the batch does not suit the model.
         """
-        here = rank_of(self, self._subject().structure, rank)
-        events = traced(self._subject(), self, batch, loss, here)
+        here, events = self._followed(batch, loss, rank)
+        if events is None:
+            raise ParallelismValueError("What is computed depends on the batch. Pass batch=.")
         return estimate_compute(self, here, events, by_name(topology, TOPOLOGIES), by_name(device, DEVICES))
 
     def to_html(
@@ -148,11 +149,14 @@ class ParallelPlan(Decisions):
             raise ParallelismValueError("The plan has no model. Make it with plan_parallelism(model, ...).")
         return self.subject
 
-    def _events(self, batch: Any, loss: Loss | None, rank: int) -> list[StepEvent] | None:
-        if batch is None:
-            return None
+    def _followed(self, batch: Any, loss: Loss | None, rank: int) -> tuple[Rank, list[StepEvent] | None]:
+        """A rank, and what happens in its step if there is a batch."""
         subject = self._subject()
-        return traced(subject, self, batch, loss, rank_of(self, subject.structure, rank))
+        here = rank_of(self, subject.structure, rank)
+        if batch is None:
+            return here, None
+        events = traced(subject, self, batch, loss, here)
+        return as_trained(here, events), events
 
     def explain(self, name: str) -> str:
         """In words: what happens to the module or tensor called `name` ("" is the root), and why.

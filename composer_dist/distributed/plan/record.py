@@ -35,6 +35,8 @@ class StepRecord:
     """The units whose forwards or backwards run, the innermost last."""
     _open: list[str] = field(default_factory=list)
     """Those whose gradients are still to be reduced, in the order of their forwards."""
+    _trained: set[int] = field(default_factory=set)
+    """The ids of parameters whose gradients were reduced."""
 
     @property
     def where(self) -> str:
@@ -104,15 +106,24 @@ class StepRecord:
         self._inside.append(unit)
         self.note("before reduction")
         for parameter in self.parameters[unit]:
+            if parameter.grad is not None:
+                self._trained.add(id(parameter))
             parameter.grad = None
         self.note("after reduction")
         self._inside.pop()
 
-    def finish(self) -> None:
-        """The backward has ended; units whose inputs need no gradients reduce theirs now."""
+    def finish(self, sharded: Mapping[str, Tensor]) -> None:
+        """The backward has ended; units whose inputs need no gradients reduce theirs now.
+
+        Args:
+            sharded: the units' parameters, by name.
+        """
         for unit in list(self._open):
             self._reduce(unit)
         self.note("after backward")
+        for name, one in sharded.items():
+            if one.requires_grad and one.grad is None and id(one) not in self._trained:
+                self.events.append(StepEvent("no gradient", self.phase, "", name=name))
 
 
 class _AfterBackward(torch.autograd.Function):

@@ -16,7 +16,7 @@ from composer_dist.distributed.plan.memory import MemoryEstimate, followed_memor
 from composer_dist.distributed.plan.plan import ParallelPlan
 from composer_dist.distributed.plan.suggestion import Proposal
 from composer_dist.distributed.plan.topology import Topology
-from composer_dist.distributed.plan.trace import traced
+from composer_dist.distributed.plan.trace import as_trained, traced
 from composer_dist.distributed.plan.work import Device
 from composer_dist.distributed.wishes import Request
 from composer_dist.errors import ParallelismError
@@ -218,6 +218,9 @@ class Search:
         batch = _some(self.batch, count) if batch is None else batch
         rank, known, extra = self._of(plan)
         events = traced(plan.subject, plan, batch, self.loss, rank)
+        trained = as_trained(rank, events)
+        if trained is not rank:
+            rank, (known, extra) = trained, held_memory(plan, plan.subject, trained)
         microbatches = -(-self._sequences * self._sharing(plan) // count)
         return Proposal(
             config=config,

@@ -5,8 +5,9 @@ says, and one forward and backward run. Nothing is computed; Python runs as it w
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -129,7 +130,7 @@ def trace_step(structure: Structure, plan: Decisions, run: Run, rank: Rank) -> l
                 loss, outputs = run(copied.modules[""], part_of)
             record.phase = "backward"
             loss.backward()
-            record.finish()
+            record.finish({name: fakes[name] for name in plan.parameter_units})
             del loss, outputs
         except Exception as error:
             if not _torch.needs_values(error):
@@ -142,6 +143,17 @@ def trace_step(structure: Structure, plan: Decisions, run: Run, rank: Rank) -> l
             for module in copied.modules.values():
                 _torch.forget_changes(module)
     return [*record.events]  # without the frees of this function's end: gradients live on
+
+
+def as_trained(rank: Rank, events: Sequence[StepEvent]) -> Rank:
+    """The rank, with the parameters that have no gradients after a step as frozen ones."""
+    left = {event.name for event in events if event.moment == "no gradient"}
+    if not left:
+        return rank
+    tensors = {
+        name: replace(one, requires_grad=False) if name in left else one for name, one in rank.tensors.items()
+    }
+    return replace(rank, tensors=tensors)
 
 
 def run_of(batch: Any, loss: Loss | None) -> Run:
