@@ -179,6 +179,8 @@ def with_tuples(value: Any) -> Any:
 def dtype_named(name: str, source: str = "The checkpoint") -> torch.dtype:
     """The inverse of `dtype_name`; raises if this torch has no such dtype."""
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointValueError(f"{source} has tensors of dtype {name!r}, which this torch lacks.")
+    if not isinstance(dtype, torch.dtype) or name.startswith("q"):  # quantized: bytes alone make no tensor
+        raise CheckpointValueError(
+            f"{source} has tensors of dtype {name!r}, which no tensor of this torch can have."
+        )
     return dtype

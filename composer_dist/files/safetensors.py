@@ -101,24 +101,25 @@ def _read_sharded(path: Path) -> Index:
     """The files of an index; checks that each tensor is in the file that the index names."""
     contents = read_text(path)
     try:
-        weight_map = json.loads(contents, object_pairs_hook=_once)["weight_map"]
-        places = {str(name): str(Path(file)) for name, file in weight_map.items()}
+        weight_map = json.loads(contents.decode(), object_pairs_hook=_once)["weight_map"]
+        spelled = {file: str(Path(file)) for file in set(weight_map.values())}  # few, for many tensors
+        places = {str(name): spelled[file] for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointValueError(f"{path} is not an index of safetensors files: {error!r}.") from error
-    files: dict[str, set[str] | None] = {}
+    check_count(str(path), len(places))
+    files: dict[str, set[str]] = {}
     for name, file in places.items():
-        for text in (name, file):
-            check_limits(str(path), text, ())
+        check_limits(str(path), name, ())
+        files.setdefault(file, set()).add(name)
+    for file, named in files.items():
+        check_limits(str(path), file, ())
         if Path(file).is_absolute() or ".." in Path(file).parts:
-            raise CheckpointValueError(f"{path} puts {name!r} outside of its directory, in {file}.")
-        named = files.setdefault(file, set())
-        assert named is not None
-        named.add(name)
+            raise CheckpointValueError(f"{path} puts {min(named)!r} outside of its directory, in {file}.")
     check_inside(path.parent, [path.name, *files])
     for file, named in files.items():
         if not (path.parent / file).is_file():
             raise CheckpointValueError(
-                f"{path} puts {listed(sorted(named or ()))} in {file}, but that file does not exist."
+                f"{path} puts {listed(sorted(named))} in {file}, but that file does not exist."
             )
     if not files:
         raise CheckpointValueError(f"{path} names no tensors.")
@@ -165,7 +166,7 @@ def _read_header(path: Path, number: int, known: int) -> tuple[dict[str, Entry],
             )
         text = file.read(length)
     try:
-        header = json.loads(text, object_pairs_hook=_once)
+        header = json.loads(text.decode(), object_pairs_hook=_once)
         if not isinstance(header, dict):
             raise ValueError("it is not an object")
     except (ValueError, RecursionError) as error:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
+from composer_dist.files import safetensors
 from composer_dist.files.index import Index
 from composer_dist.files.safetensors import DTYPES, read_index
 
@@ -88,6 +90,7 @@ CORRUPT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "header shorter": (lengthened(-9), "not valid JSON"),
     "no JSON": (raw(b"{" * 20), "not valid JSON"),
     "no text": (raw(b"\xff\xfe"), "not valid JSON"),
+    "text of 16 bits": (raw('{"__metadata__": {}}'.encode("utf-16")), "not valid JSON"),
     "deep": (raw(b"[" * 200_000), "not valid JSON"),
     "no object": (raw(b"[1]"), "not valid JSON: it is not an object"),
     "twice": (twice, "'c' appears twice"),
@@ -247,10 +250,28 @@ def test_small_headers_take_little_time(tmp_path: Path, what: str) -> None:
     assert spent(tmp_path / "model.safetensors", SLOW[what]()) < 5
 
 
+def test_an_index_of_many_tensors_looks_at_each_file_once(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "a.safetensors")
+    index, names = tmp_path / "model.safetensors.index.json", map(str, range(2000))
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "a.safetensors")}))
+    text = "and 1992 more in a.safetensors, but that file does not have them"
+    with (
+        mock.patch.object(safetensors, "Path", wraps=Path) as made,
+        pytest.raises(CheckpointValueError, match=text),
+    ):
+        read_index(tmp_path)
+    assert made.call_count < 10
+
+
 def test_too_many_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("composer_dist.files.index._MOST_TENSORS", 100)
     write(tmp_path / "model.safetensors", numbered(range(101)).encode(), b"")
     with pytest.raises(CheckpointValueError, match="has 101 tensors; at most 100"):
+        read_index(tmp_path)
+    places = {str(number): "a.safetensors" for number in range(101)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointValueError, match="index.json has 101 tensors; at most 100"):
         read_index(tmp_path)
 
 

@@ -299,6 +299,7 @@ class _Recomputation:
 
     def _first(self, *args: Any) -> Any:
         before = self._kind.watch.before(self._block, {**self._parameters, **self._buffers})
+        self._versions = before.versions  # needed before the end where the forward itself runs a backward
         handed = [one for one in everything_in((args, self._kwargs)) if not one.is_inference()]
         versions = [_torch.version(tensor) for tensor in handed]
         _torch.watch_data(handed)
@@ -319,7 +320,6 @@ class _Recomputation:
                 "and would do so again when it is recomputed. Make it a buffer (register_buffer), or leave "
                 "the module out of activation checkpointing."
             )
-        self._versions = before.versions
         replaced = {place for place, one in self._now().items() if one is not self._buffers[place]}
         self._kind.changing |= replaced.union(before.changed(self._buffers))
         self._state.drop_unchanged()

@@ -435,3 +435,36 @@ def test_a_block_finds_again_what_its_first_forward_found(how: Callable[[Any], A
         for _ in range(3):
             one(x).sum().backward()
     same_parameters(model, single, gradients=True)
+
+
+class Adapts(nn.Module):
+    """Takes a step of its own within its forward, which recomputes a part of it there already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(4, 4), 0.0
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1.0
+        self.scale.mul_(0.5)
+        inner = self.linear(x).tanh().square().mean() * self.count
+        [gradient] = torch.autograd.grad(inner, self.linear.weight, create_graph=True)
+        self.count += 1.0
+        self.scale += 1.0
+        return nn.functional.linear(x, self.linear.weight - gradient) * self.scale * self.count
+
+
+@pytest.mark.promise(26)
+@pytest.mark.parametrize("mode", ["composable", "wrapped", "selective", "offload"])
+def test_a_backward_inside_of_a_recomputed_forward(mode: Any) -> None:
+    single = nn.Sequential(Adapts(), nn.Linear(4, 1))
+    model = copy.deepcopy(single)
+    apply_ac(model, True, False, lambda module: isinstance(module, Adapts), mode=mode)
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        for one in (model, single):
+            one(x).sum().backward()
+        same_parameters(model, single, gradients=True)
+        torch.testing.assert_close(next(model.buffers()), next(single.buffers()), rtol=0, atol=0)
+    assert model[0].count == single[0].count
