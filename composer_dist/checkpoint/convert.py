@@ -139,8 +139,14 @@ class Mapped:
         return torch.frombuffer(memory, dtype=dtype, count=prod(shape)).view(shape)
 
 
-def model_like(directory: Path) -> Any:
+def model_like(
+    directory: Path, remedy: str = "Pass --like with a directory whose config.json names an architecture"
+) -> Any:
     """The transformers model of a directory's configuration, on the meta device.
+
+    Args:
+        directory: has the config.json.
+        remedy: what to do if that names no architecture.
 
     Raises:
         CheckpointValueError: no configuration there names an architecture of transformers.
@@ -158,8 +164,7 @@ def model_like(directory: Path) -> Any:
             raise TypeError(f"transformers.{name} is not a model")
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CheckpointValueError(
-            f"{directory} does not name its model: {error}. Pass --like with a directory whose config.json "
-            "names an architecture of transformers."
+            f"{directory} does not name its model: {str(error).rstrip('.')}. {remedy} of transformers."
         ) from error
     with init_context(dtype=config.dtype or torch.float32):
         return cls(config)

@@ -19,7 +19,7 @@ from composer_dist.errors import CheckpointError, CheckpointValueError, Parallel
 from composer_dist.precision import as_precision
 from composer_dist.recipe import named
 from composer_dist.recipe.data import datasets, length, loader
-from composer_dist.recipe.models import build_model
+from composer_dist.recipe.models import build_model, hub_config
 from composer_dist.recipe.other_libraries.failures import blaming, check_wandb
 from composer_dist.recipe.output.summary import RunSummary
 from composer_dist.recipe.problems import Problems
@@ -114,6 +114,8 @@ def tokenizer_of(run: Run) -> Any:
     """The tokenizer of a Hugging Face model; None for any other."""
     if not isinstance(run.model, HubModel):
         return None
+    if run.model.tokenizer is None and run.model.pretrained is not None:
+        hub_config(run.model, None)  # an error about the model itself names model.pretrained
     return tokenizer_named(run.model.tokenizer or run.model.pretrained or "bytes")
 
 

@@ -110,7 +110,7 @@ def describe(configuration: Configuration, world: int) -> str:
             callback.init(state, Logger(state, []))
     if (resume := resume_of(run)) is not None:
         with earlier_run(run):
-            if check_resume(resume, state, callbacks) is not None:
+            if check_resume(resume, state, callbacks, train_loader) is not None:
                 check_total(state, run)
     parameters = list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -285,7 +285,9 @@ def _built(name: str) -> nn.Module:
     """The model, on the meta device."""
     file = Path(name)
     if file.is_dir() or file.suffix == ".json":
-        return model_like(file if file.is_dir() else file.parent)  # type: ignore[no-any-return]
+        folder = file if file.is_dir() else file.parent
+        if (folder / "config.json").is_file():
+            return model_like(folder, "Its config.json must name an architecture")  # type: ignore[no-any-return]
     if ":" not in name:
         raise ParallelismValueError(
             f"{name} is not a model: expected a directory with a config.json, a config.json, a run's YAML, "

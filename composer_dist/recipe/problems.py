@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,10 @@ def read_sections(file: Path, assignments: Sequence[str]) -> tuple[Document, Pro
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise ConfigurationError(f"{file}: {reason}. 'composer-dist init' writes a configuration.") from None
+        near = _near(file) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigurationError(
+            f"{file}: {reason}.{near} 'composer-dist init' writes a configuration."
+        ) from None
     document, wrong = read_document(text, str(file))
     problems = Problems(document, wrong + override(document, assignments))
     if wrong:
@@ -141,6 +145,13 @@ def read_sections(file: Path, assignments: Sequence[str]) -> tuple[Document, Pro
         if isinstance(name := document.values.get(section), str):
             document.values[section] = {"name": name}
     return document, problems, problems.check(Run, document.values)
+
+
+def _near(file: Path) -> str:
+    """The sentence about the configuration in the same folder whose name is the closest, if one is close."""
+    there = {one.stem: one for one in file.parent.glob("*.y*ml")}
+    close = get_close_matches(file.stem, there, n=1)
+    return f" Did you mean {str(there[close[0]])!r}?" if close else ""
 
 
 def faults_at_once(file: Path, assignments: Sequence[str]) -> list[str]:

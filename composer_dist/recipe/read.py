@@ -163,7 +163,8 @@ def _parallelism(value: Any, problems: Problems) -> ParallelismConfig | None:
 
 def _check_model(model: dict[str, Any], folder: Path, problems: Problems) -> None:
     """What the model's section names, as far as that can be known without building it."""
-    _check_function(model, "model", folder, problems)
+    if _DATA_OF.get(str(model.get("kind"))) in (None, _DATA_OF["module"]):
+        _check_function(model, "model", folder, problems)
     if isinstance(model.get("config"), dict):
         _check_transformers(model["config"], problems)
     if isinstance(adapter := model.get("adapter"), dict):

@@ -24,6 +24,7 @@ from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import ModuleModel
 from composer_dist.trainer import EMA, DistributedDataLoader, Time
 from composer_dist.trainer.clock import NoTokensError
+from composer_dist.trainer.data.loader import OtherDataError
 from composer_dist.trainer.data.randomness import seed_all
 from composer_dist.trainer.improvement import NoMetricError
 
@@ -39,7 +40,7 @@ def run(configuration: Configuration) -> None:
             process_group.init(device=configuration.run.trainer.get("device"), reuse=True)
             stack.enter_context(run_folder(configuration))
             session = build(configuration)
-        with blamed_on(configuration.document, (NoMetricError, NoTokensError)):
+        with blamed_on(configuration.document, (NoMetricError, NoTokensError, OtherDataError)):
             _run(session)
     process_group.destroy()
 

@@ -133,6 +133,23 @@ def test_a_run_refuses_it_with_the_status_of_a_dry_run(tmp_path: Path, option: s
         assert (status, text in told) == (2, True)
 
 
+def test_data_that_differ_from_the_checkpoints_are_refused_with_the_status_of_a_dry_run(
+    tmp_path: Path,
+) -> None:
+    run = [
+        PRESETS / "vision.yaml",
+        f"out={tmp_path}",
+        "checkpoints.interval=1ba",
+        "trainer.eval_interval=null",
+    ]
+    assert call(*run, "trainer.max_duration=1ba")[0] == 0
+    for dry in (["--dry-run"], []):
+        status, _, told = call(*dry, *run, "trainer.max_duration=2ba", "seed=3")
+        assert (status, "differ from the checkpoint's (seed was 17, is now 3)" in told) == (2, True), told
+        assert told.endswith("restart the epoch with load_ignore_keys=['data'] (in YAML resume: "
+                             "{load_ignore_keys: [data]}).\n")  # fmt: skip
+
+
 @pytest.mark.parametrize("package", ["tensorboard", "wandb", "mlflow"])
 def test_a_dry_run_refuses_a_logger_without_its_package(
     package: str, monkeypatch: pytest.MonkeyPatch

@@ -95,6 +95,16 @@ def test_directories_that_are_not_models(tmp_path: Path) -> None:
             pytest.fail("it is not read")
 
 
+def test_a_folder_of_runs_is_not_a_model(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "ep1").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest").symlink_to("ep1")
+    said = refused("finetune", "model.config=null", f"model.pretrained={tmp_path}", "model.tokenizer=null")
+    assert said == (
+        f"'model.pretrained={tmp_path}': model.pretrained={tmp_path}: the directory has no config.json of a "
+        "model; it has checkpoints."
+    )
+
+
 def pretrained(path: Path) -> HubModel:
     """A model's directory, in shards."""
     llama().save_pretrained(path, max_shard_size="20KB")

@@ -42,6 +42,7 @@ pytestmark = pytest.mark.promise(109)
         ("gradient_checkpointing", "Here it is parallelism: {activation_checkpointing: true}"),
         ("devices", "composer-dist train ... -n 2"),
         ("model_name_or_path", "Here it is model.pretrained"),
+        ("model.name", "Here it is model.pretrained"),
         ("use_cpu", "Here it is trainer.device: cpu"),
         ("trainer.limit_train_batches", "Here it is trainer.max_duration"),
         ("ddp_find_unused_parameters", "Here it is parallelism: {ddp: "),

@@ -116,6 +116,16 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
     assert missing.stderr.endswith(f"ConfigurationError: {file.parent}/{text}")
 
 
+def test_a_missing_file_is_told_its_nearest_neighbor(tmp_path: Path) -> None:
+    for name in ("pretrain.yaml", "lora.yaml"):
+        (tmp_path / name).touch()
+    for name, said in (("pretrian.yaml", f" Did you mean '{tmp_path}/pretrain.yaml'?"), ("nope.yaml", "")):
+        with pytest.raises(ConfigurationError) as caught:
+            read_configuration(tmp_path / name)
+        text = f"{tmp_path}/{name}: No such file or directory.{said} 'composer-dist init' writes a"
+        assert str(caught.value) == f"{text} configuration."
+
+
 REPLACED = [
     ("model:\n  kind: causal_lm", "model:\n  kind: causal", ":1: model: unknown kind 'causal'."),
     ("  kind: text\n", "", ":6: data: 'kind' is missing"),

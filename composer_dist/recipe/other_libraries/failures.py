@@ -86,11 +86,15 @@ def from_hub(key: str, name: str) -> Iterator[None]:
 
 def _check_files(key: str, what: str, path: Path) -> None:
     """A directory must have what `key` needs; no link leads out of it."""
+    _check_content(key, what, path)
     inside = [str(one.relative_to(path)) for one in path.rglob("*") if one.is_symlink() or not one.is_dir()]
     for index in path.glob("*.bin.index.json"):
         with blaming(f"{what}: {index.name}"):
             inside += map(os.fspath, json.loads(read_text(index))["weight_map"].values())
     check_inside(path, inside)
+
+
+def _check_content(key: str, what: str, path: Path) -> None:
     there = listed(sorted(file.name for file in path.iterdir())) or "no file at all"
     if key == "model.tokenizer":
         if not any(file for pattern in _TOKENIZERS for file in path.glob(pattern)):

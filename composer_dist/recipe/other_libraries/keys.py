@@ -150,6 +150,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "model.pretrained": (
         "model_name_or_path", "model_name", "pretrained_model_name_or_path", "base_model", "checkpoint",
     ),
+    "model.pretrained for a model, out for a run": ("name",),
     "model.tokenizer": ("tokenizer_name", "tokenizer_name_or_path"),
     "model.adapter, such as {method: lora, r: 8}": (
         "peft_config", "lora", "peft", "lora_r", "lora_alpha", "lora_rank", "lora_dropout",

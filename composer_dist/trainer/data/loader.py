@@ -22,6 +22,10 @@ from composer_dist.trainer.data.order import batches_left, epoch_order, global_b
 from composer_dist.trainer.data.randomness import derived_seed
 
 
+class OtherDataError(ParallelismValueError):
+    """A position in other data than this."""
+
+
 class DistributedDataLoader:
     """This rank's batches of a dataset that all ranks read together.
 
@@ -129,15 +133,16 @@ class DistributedDataLoader:
         """Goes to the position that `state_dict` returned.
 
         Raises:
-            ParallelismValueError: the data differ, so the position has no meaning.
+            OtherDataError: the data differ, so the position has no meaning.
         """
         now = self.state_dict()["data"]
         then = state["data"]
         changed = [f"{name} was {then[name]}, is now {now[name]}" for name in now if then[name] != now[name]]
         if changed:
-            raise ParallelismValueError(
+            raise OtherDataError(
                 f"The data differ from the checkpoint's ({'; '.join(changed)}), so the samples already seen "
-                "are unknown. Restore the data, or restart the epoch with load_ignore_keys=['data']."
+                "are unknown. Restore the data, or restart the epoch with load_ignore_keys=['data'] (in YAML "
+                "resume: {load_ignore_keys: [data]})."
             )
         self.set_epoch(state["epoch"])
         self._start, self._batches_before = state["samples"], state["batches"]

@@ -90,6 +90,16 @@ _REMEDY = (
 )
 
 
+def check_position(dataloader: DistributedDataLoader, place: Mapping[str, Any]) -> None:
+    """Goes to the position that a checkpoint holds.
+
+    Raises:
+        ParallelismValueError: it has no meaning in this dataloader.
+    """
+    name = type(dataloader).__name__
+    dataloader.load_state_dict(_mine(place, _ANY_WORLD, name)["state"])
+
+
 def _kind(dataloader: object) -> str:
     if isinstance(dataloader, DistributedDataLoader):
         return _ANY_WORLD

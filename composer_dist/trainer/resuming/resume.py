@@ -25,6 +25,8 @@ from composer_dist.files.read import file_system
 from composer_dist.trainer.callbacks import Callback
 from composer_dist.trainer.callbacks.checkpoint_saver import CheckpointSaver, contents
 from composer_dist.trainer.clock import check_keys
+from composer_dist.trainer.data.loader import DistributedDataLoader
+from composer_dist.trainer.data.position import check_position
 from composer_dist.trainer.data.randomness import generator_states, set_generator_states
 from composer_dist.trainer.loop import TrainingLoop
 from composer_dist.trainer.resuming.settings import Options, Source, compare, settings_of
@@ -189,14 +191,19 @@ def resume_run(
     return path
 
 
-def check_resume(resume: Resume, state: State, callbacks: Sequence[Callback]) -> str | None:
-    """Raises what `resume_run` would; loads the schedulers only, so the model may be on the meta device."""
+def check_resume(
+    resume: Resume, state: State, callbacks: Sequence[Callback], data: DistributedDataLoader
+) -> str | None:
+    """Raises what `resume_run` would, and `fit` after it with `data`.
+
+    It loads the schedulers and the position only, so the model may be on the meta device.
+    """
     path, chosen, _ = _find(resume, callbacks)
     if path is None:
         return None
     ignored, verify, fresh = _Ignored(chosen.load_ignore_keys), chosen is resume, []
     if not chosen.load_weights_only and not ignored("state"):
-        saved: dict[str, Any] = {key: None for key in ("state", "schedulers") if not ignored(key)}
+        saved: dict[str, Any] = {key: None for key in ("state", "schedulers", "data") if not ignored(key)}
         load_checkpoint(path, saved, verify=verify)
         verify = False
         settings = saved["state"].get("settings", {})
@@ -209,6 +216,8 @@ def check_resume(resume: Resume, state: State, callbacks: Sequence[Callback]) ->
             _check_number(saved["schedulers"], state)
             for scheduler, one in zip(state.schedulers, saved["schedulers"], strict=True):
                 scheduler.load_state_dict(one)
+        if saved.get("data"):
+            check_position(data, saved["data"])
     wanted = _trained(chosen, state, ignored, fresh)
     check_loading(path, wanted, chosen.load_strict_model_weights, ignored, verify)
     return path
