@@ -1,4 +1,4 @@
-"""What `composer-dist train` is about to do, said before anything heavy is imported."""
+"""What a command is about to do, said before anything heavy is imported."""
 
 import os
 import sys
@@ -23,17 +23,24 @@ def announcement(config: Path, overrides: list[str], processes: int | None) -> s
     values, trainer = document.values, document.values.get("trainer")
     if wrong or override(document, overrides) or not isinstance(trainer, Mapping):
         return ""
+    duration = trainer.get("max_duration")
     out = str(values.get("out") or f"runs/{config.stem}")
     ranks = processes or int(os.environ.get("WORLD_SIZE") or 1)
     rows = {
         "out": out,
         "ranks": f"{ranks}" if ranks == 1 or processes else f"{ranks}, from the launcher",
         "device": trainer.get("device") or _device(),
-        "steps": f"until {trainer.get('max_duration')}",
+        "steps": f"until {duration}ep" if type(duration) is int else f"until {duration}",
         "start": _start(values, out),
     }
     lines = [f"composer-dist train {config}", *(f"  {name:<7} {value}" for name, value in rows.items())]
     return "\n".join(lines)
+
+
+def say(text: str) -> None:
+    """Say on a terminal what is being done, where seconds pass before there is a result."""
+    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)
 
 
 def _start(values: Mapping[str, Any], out: str) -> str:

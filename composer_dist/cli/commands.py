@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from composer_dist import __version__
 from composer_dist.cli import convert, doctor, failures, init, keys, plan, train, verify
+from composer_dist.cli.interrupt import ended_at_once
 
 
 class Commands(TyperGroup):
@@ -63,8 +64,8 @@ def options(
 app.command(epilog=train.EXAMPLES)(train.train)
 app.command(epilog=verify.EXAMPLES)(verify.verify)
 app.command(epilog=init.EXAMPLES)(init.init)
-app.command(epilog=plan.EXAMPLES)(plan.plan)
-app.command(epilog=keys.EXAMPLES)(keys.keys)
+app.command(epilog=plan.EXAMPLES)(ended_at_once(plan.plan))
+app.command(epilog=keys.EXAMPLES)(ended_at_once(keys.keys))
 app.command()(keys.schema)
 app.command(epilog=convert.EXAMPLES)(convert.convert)
 app.command(epilog=doctor.EXAMPLES)(doctor.doctor)

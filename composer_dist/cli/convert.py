@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from composer_dist.cli.train import hush
+
 EXAMPLES = """
 Examples:
 
@@ -69,6 +71,7 @@ def convert(
 
     from composer_dist.checkpoint.convert import convert_checkpoint
 
+    hush()
     convert_checkpoint(
         source, target, form.value, like=like, key=key, prefix=prefix, max_shard_size=max_shard_size
     )

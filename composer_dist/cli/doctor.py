@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from composer_dist.cli.announce import say
+from composer_dist.cli.interrupt import CtrlC
+
 if TYPE_CHECKING:
     from composer_dist.cli.self_test import SelfTest
 
@@ -55,12 +58,15 @@ def doctor(
     ] = None,
 ) -> None:
     """Check versions, devices, limits and networking, and run a communication self-test."""
-    from composer_dist.distributed.ranks import process_group
-    from composer_dist.distributed.ranks.launcher_variables import torchrun_variables
+    say("Testing this machine ...")
+    with CtrlC(at_once=True, command="doctor") as ctrl_c:
+        from composer_dist.distributed.ranks import process_group
+        from composer_dist.distributed.ranks.launcher_variables import torchrun_variables
 
-    os.environ.update(torchrun_variables(os.environ))
-    findings = list(survey())
-    findings += talk(processes or 2)
+        os.environ.update(torchrun_variables(os.environ))
+        findings = list(survey())
+        ctrl_c.at_once = False  # the processes of the self-test end with it
+        findings += talk(processes or 2)
     bad = any(finding.verdict == "fault" for finding in findings)
     if process_group.is_distributed():
         bad = process_group.any_rank(bad)

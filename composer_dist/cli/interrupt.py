@@ -3,6 +3,8 @@
 import os
 import signal
 import threading
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, Self
 
 EXIT_STATUS = 128 + signal.SIGINT
@@ -50,6 +52,17 @@ class CtrlC:
         if self.at_once:
             os._exit(EXIT_STATUS)
         raise KeyboardInterrupt
+
+
+def ended_at_once(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that leaves nothing open: Ctrl-C ends it, also while packages are being imported."""
+
+    @wraps(command)
+    def interruptible(*arguments: Any, **options: Any) -> None:
+        with CtrlC(at_once=True, command=command.__name__):
+            command(*arguments, **options)
+
+    return interruptible
 
 
 def tell(command: str) -> None:

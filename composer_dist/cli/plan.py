@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from composer_dist.cli.announce import say
+
 EXAMPLES = """
 Examples:
 
@@ -60,6 +62,7 @@ def plan(
     """Say what a model needs on each of many ranks, without a device: units, memory, and whether it fits."""
     limit = None if device_memory is None else _bytes(device_memory)
     shape = None if batch is None else _shape(batch)
+    say("Searching ..." if suggested else "Planning ...")
 
     import yaml
 
@@ -97,8 +100,9 @@ def plan(
     else:
         typer.echo("\n".join(str(one) for one in (made, estimate, traffic, work) if one))
         if limit is not None:
-            verb = "fits" if fits else "does not fit"
-            typer.echo(f"A rank {verb}: it needs {human_bytes(estimate.peak)} of {human_bytes(limit)}.")
+            verb, remedy = ("fits", "") if fits else ("does not fit", " --suggest searches a plan that does.")
+            needed = f"{human_bytes(estimate.peak)} of {human_bytes(limit)}"
+            typer.echo(f"A rank {verb}: it needs {needed}.{remedy}")
     if fits is False:
         raise typer.Exit(1)
 

@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from composer_dist.cli import failures
+from composer_dist.cli.announce import announcement, say
 from composer_dist.cli.interrupt import EXIT_STATUS, CtrlC
 from composer_dist.errors import ParallelismError
 from composer_dist.users_code import users_frames
@@ -29,8 +30,9 @@ Examples:
 Exit status:
 
   0    trained
-  1    the run failed
+  1    the run failed; with -n, 128 + n if signal n killed a process
   2    the call or the configuration is wrong, or names what cannot be used
+  75   the run made no progress (trainer.hang_timeout)
   130  Ctrl-C; a second one exits immediately
   143  SIGTERM, as before a preemption; with checkpoints the run is saved first
 """
@@ -58,7 +60,8 @@ def train(
     """Train what a configuration describes."""
     debug, given = prepare(context, "train", config, overrides, launched)
     if dry_run:
-        with told(debug):
+        say("Planning ...")
+        with told(debug, command="train --dry-run"):
             plan = _plan(config, given, processes)
         typer.echo(plan)
     elif processes is not None and processes > 1:
@@ -135,8 +138,6 @@ def refuse_at_once(config: Path, overrides: list[str]) -> None:
 
 def _announce(config: Path, overrides: list[str], processes: int | None) -> None:
     """Say at once what will be done: what follows takes seconds before it prints anything."""
-    from composer_dist.cli.announce import announcement
-
     if text := announcement(config, overrides, processes):
         typer.echo(text, err=True)
 

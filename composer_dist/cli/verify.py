@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from composer_dist.cli.announce import say
 from composer_dist.cli.train import ConfigFile, Launched, Overrides, Processes, prepare, start, told
 
 EXAMPLES = """
@@ -30,6 +31,8 @@ def verify(
 ) -> None:
     """Prepare a run's model, and compare it with the unsharded one on a batch of the run's data."""
     debug, given = prepare(context, "verify", config, overrides, launched)
+    if launched is None:
+        say("Preparing the model and comparing it ...")
     if processes is not None and processes > 1:
         start(processes, "verify --json" if as_json else "verify", config, given, debug)
     with told(debug, launched, "verify"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_dist.cli.announce import announcement
+from composer_dist.cli.announce import announcement, say
 
 pytestmark = pytest.mark.promise(109)
 
@@ -30,6 +30,20 @@ def test_a_new_run(file: Path) -> None:
         "  steps   until 60ba",
         "  start   a new run",
     ]
+
+
+def test_what_takes_seconds_is_said_on_a_terminal_by_one_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for terminal, rank in ((False, "0"), (True, "1"), (True, "0")):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        monkeypatch.setenv("RANK", rank)
+        say(f"Planning ... {terminal} {rank}")
+    assert capsys.readouterr() == ("", "Planning ... True 0\n")
+
+
+def test_a_bare_number_is_of_epochs_as_the_trainer_takes_it(file: Path) -> None:
+    assert "  steps   until 10ep" in announcement(file, ["trainer.max_duration=10"], None).splitlines()
 
 
 @pytest.mark.parametrize("link", [True, False])

@@ -152,6 +152,23 @@ def test_ctrl_c_before_typer_is_there_ends_without_a_word(tmp_path: Path, comman
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+@pytest.mark.parametrize("command", [["doctor"], ["plan", "mine.yaml"], ["keys"]])
+def test_ctrl_c_ends_a_command_though_an_import_swallows_it(tmp_path: Path, command: list[str]) -> None:
+    swallowed = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / "torch.py").write_text(f"{swallowed}except KeyboardInterrupt:\n    raise ImportError\n")
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-m", "composer_dist", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": paths},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    text = f"\ncomposer-dist {command[0]}: interrupted.\n"
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", text)
+
+
 def test_a_closed_pipe_ends_a_command_without_a_word(
     app: typer.Typer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

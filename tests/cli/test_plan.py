@@ -39,6 +39,7 @@ def test_a_model_directory_fits_or_does_not(directory: Path) -> None:
     assert (status, "Plan for 4 ranks" in shown, "A rank fits" in shown) == (0, True, True)
     status, shown, _ = printed(*options, "--device-memory", "100KB")
     assert (status, "A rank does not fit" in shown) == (1, True)
+    assert shown.endswith(" of 97.7 KiB. --suggest searches a plan that does.\n")
 
 
 def test_json_has_the_names_of_the_estimate(directory: Path) -> None:
@@ -148,5 +149,13 @@ def test_a_wrong_call_names_what_is_wrong(directory: Path, arguments: list[str],
 
 
 def test_what_is_no_model_is_named(tmp_path: Path) -> None:
-    status, _, told = printed(tmp_path / "nothing")
-    assert (status, "nothing is not a model" in told) == (2, True)
+    (tmp_path / "empty").mkdir()
+    for name in ("nothing", "empty"):
+        status, _, told = printed(tmp_path / name)
+        assert (status, f"{name} is not a model: expected a directory with a config.json" in told) == (
+            2,
+            True,
+        )
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    status, _, told = printed(tmp_path)
+    assert (status, told.count("--like"), told.count("must name an architecture")) == (2, 0, 1)
