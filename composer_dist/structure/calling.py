@@ -33,7 +33,15 @@ def example_batch(model: nn.Module, batch: Any) -> Any:
         )
     vocabulary = models[0].config.get_text_config().vocab_size
     tokens = (torch.arange(batch[0] * batch[1]).view(batch) * 7919 + 13) % vocabulary  # all sorts of them
-    return {"input_ids": tokens, "labels": tokens.clone()}
+    return {"input_ids": tokens, "labels": _labels(models[0], tokens)}
+
+
+def _labels(model: Any, tokens: Tensor) -> Tensor:
+    """One for each sequence if the model classifies sequences, else one for each token."""
+    name, classes = type(model).__name__, model.config.num_labels
+    if name.endswith("ForSequenceClassification"):
+        return tokens[:, 0] % classes if classes > 1 else tokens[:, 0].float()  # a number is regressed
+    return tokens % classes if name.endswith("ForTokenClassification") else tokens.clone()
 
 
 def call(model: nn.Module, batch: Any) -> Any:

@@ -123,12 +123,14 @@ def test_a_function_makes_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (status, json.loads(shown)["memory"]["parameters"]) == (0, 72 * 2)
 
 
-def test_a_run_has_its_own_batch_and_optimizer() -> None:
-    status, shown, told = printed(PRESETS / "pretrain.yaml", "--world-size", 2, "--json")
+@pytest.mark.parametrize("preset", ["pretrain", "classification"])  # a label for each token, or sequence
+def test_a_run_has_its_own_batch_and_optimizer(preset: str) -> None:
+    status, shown, told = printed(PRESETS / f"{preset}.yaml", "--world-size", 2, "--json")
     assert (status, told) == (0, "")
     memory = json.loads(shown)["memory"]
     assert memory["optimizer"] > 2 * memory["parameters"]  # AdamW
-    assert memory["activations"] > memory["logits"] > 0
+    assert memory["activations"] > memory["logits"]
+    assert (memory["logits"] > 0) == (preset == "pretrain")
 
 
 @pytest.mark.parametrize(

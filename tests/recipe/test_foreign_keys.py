@@ -51,6 +51,7 @@ pytestmark = pytest.mark.promise(109)
         ("lora_rank", "Here it is model.adapter"),
         ("tp_size", "Here it is parallelism: {mesh: "),
         ("phases.ft_schedule", "Here it is phases.schedule"),
+        ("model.num_labels", "Here it is a key of model.config"),
         ("push_to_hub", "Here it is not a key: the trained model is in `out`"),
         ("trainer.hub_model_id", "Here it is not a key: the trained model is in `out`"),
         ("trainer.label_smoothing_factor", "Here it is not a key: the model computes its loss"),

@@ -144,7 +144,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "min_lr", "min_lr_ratio", "eta_min",
     ),
     "loggers.wandb.project": ("wandb_project",),
-    "a key of model.config": ("model_type", "n_layer"),
+    "a key of model.config": ("model_type", "n_layer", "num_labels"),
     "trainer.deterministic": ("deterministic_mode", "full_determinism"),
     "seed": ("data_seed", "seed_everything", "global_seed"),
     "model.pretrained": (
