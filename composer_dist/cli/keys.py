@@ -16,29 +16,40 @@ Examples:
   composer-dist keys trainer            one section
 
   composer-dist keys optimizer.adamw
+
+  composer-dist keys trainer.precision  one key
 """
 
 
 def keys(
     section: Annotated[
-        str | None, typer.Argument(help="A section, such as trainer or callbacks.ema.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="A section or a key, such as trainer, callbacks.ema or data.context.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """List the keys of a configuration, with their types and defaults, and one line on each."""
     from composer_dist.recipe.keys import sections
 
     known = sections()
-    chosen = [name for name in known if section is None or _is_in(name, section)]
+    chosen = {name: rows for name, rows in known.items() if section is None or _is_in(name, section)}
+    if not chosen:
+        above, _, key = str(section).rpartition(".")
+        keys = {name: [row for row in rows if row.key == key] for name, rows in known.items()}
+        chosen = {name: rows for name, rows in keys.items() if rows and _is_in(name, above)}
     if not chosen:
         names = dict.fromkeys(name.partition(" ")[0] for name in known if name)
+        every = [f"{name.partition(' ')[0]}.{row.key}" for name, rows in known.items() for row in rows]
+        near = near_miss(str(section), [*names, *every])
         raise typer.BadParameter(
-            f"there is no section {section!r}.{near_miss(str(section), names)} Sections: {', '.join(names)}",
+            f"there is no section or key {section!r}.{near} Sections: {', '.join(names)}",
             param_hint="SECTION",
         )
     columns = min(shutil.get_terminal_size().columns, 100)
-    for name in chosen:
+    for name, rows in chosen.items():
         typer.echo(f"\n{name or 'The top of the file'}:")
-        for entry in known[name]:
+        for entry in rows:
             default = entry.default if entry.default == "required" else f"default {entry.default}"
             typer.echo(_wrapped(f"{entry.key} ({entry.type}, {default})", "  ", columns))
             typer.echo(_wrapped(entry.text, "      ", columns))

@@ -42,6 +42,21 @@ def test_one_section_is_shown_and_an_unknown_one_names_the_others() -> None:
     assert "'chekpoints'" in told
 
 
+def test_one_key_is_shown_and_a_misspelled_one_is_told_the_closest() -> None:
+    status, shown, _ = printed("keys", "trainer.max_duration")
+    assert (status, [line for line in shown.splitlines() if not line.startswith("      ")]) == (
+        0,
+        ["", "trainer:", "  max_duration (str | int, required)"],
+    )
+    assert printed("keys", "seed")[1].startswith("\nThe top of the file:\n  seed (")
+    assert printed("keys", "optimizer.lr")[1].count("  lr (") == 5
+    status, _, told = printed("keys", "trainer.max_duratoin")
+    assert (
+        status,
+        "Did you mean 'trainer.max_duration'?" in " ".join(told.replace("\u2502", "").split()),
+    ) == (2, True)
+
+
 def test_no_key_or_type_is_cut_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     lines = printed("keys", "trainer")[1].splitlines()

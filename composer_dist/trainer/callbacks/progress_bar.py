@@ -161,11 +161,12 @@ class _Bar:
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+        from rich.table import Column
 
-        self._progress = Progress(
-            TextColumn("[bold]{task.description:<5}"),
+        self._progress = Progress(  # where a terminal is narrow, the end of the text is cut, and nothing else
+            TextColumn("[bold]{task.description:<5}", table_column=Column(no_wrap=True, min_width=5)),
             BarColumn(bar_width=None),
-            TaskProgressColumn(),
+            TaskProgressColumn(table_column=Column(no_wrap=True, min_width=4)),
             TextColumn("{task.fields[text]}"),
             console=Console(file=stream),
         )

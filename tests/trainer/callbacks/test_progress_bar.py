@@ -58,6 +58,14 @@ def test_a_terminal_gets_a_bar_that_is_closed(monkeypatch: pytest.MonkeyPatch) -
     assert sum("MulticlassAccuracy" in line for line in lines) == 1
 
 
+def test_a_narrow_terminal_cuts_the_end_of_the_text_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "50")
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown(Terminal())[-2])
+    assert re.search(r"train +100% epoch 1/1  batch 3/3  loss 1\.\d+  \d", last), last
+    assert "…" not in last
+
+
 def test_a_terminal_gets_a_bar_with_several_ranks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("TERM", "xterm")
