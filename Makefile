@@ -14,12 +14,12 @@ unexport PYTHONDONTWRITEBYTECODE
 # Nothing here downloads a model or a data set.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test test-all browser zoo fuzz lint format types bench accuracy docs floors reference clean distclean
+.PHONY: help demo test test-all browser zoo fuzz chaos lint format types bench accuracy docs floors reference clean distclean
 
 help:
 	@echo "make demo      train, fine-tune with LoRA, export and reload a small model on two processes"
 	@echo "make test      the default tests (test-all: the slow ones too; zoo: every architecture;"
-	@echo "               fuzz: 10,000 cases of bad input for each reader;"
+	@echo "               fuzz: 10,000 cases of bad input for each reader; chaos: faults at every step of a run;"
 	@echo "               browser: the report in Chromium, where chromium-driver is installed);"
 	@echo "               TORCH=2.15.0 runs them with that version, in .venv-2.15.0"
 	@echo "make lint      ruff, the floors of the house, the reference (format: apply ruff);  make types: mypy"
@@ -61,6 +61,10 @@ zoo: $(VENV)/.dev
 
 fuzz: $(VENV)/.dev
 	FUZZ=fuzz $(BIN)/pytest -n 2 tests/behavior/test_fuzz.py --durations=0 -o faulthandler_timeout=0
+
+# Writes the table of faults into docs/reliability.md; takes half an hour.
+chaos: $(VENV)/.dev
+	$(BIN)/python -m tests.kit.faults --write
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

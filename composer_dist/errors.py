@@ -40,6 +40,10 @@ class ParallelismRuntimeError(ParallelismError, RuntimeError):
     """Something that failed while running: a peer, the network, the order of calls."""
 
 
+class LostRankError(ParallelismRuntimeError):
+    """Another rank has ended, or does not answer."""
+
+
 class CheckpointError(ParallelismError):
     """A state or checkpoint that cannot be saved or loaded."""
 
@@ -129,6 +133,7 @@ _KINDS: tuple[type[ParallelismError], ...] = (
     ParallelismTypeError,
     ParallelismKeyError,
     ParallelismRuntimeError,
+    LostRankError,
 )
 
 

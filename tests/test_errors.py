@@ -10,6 +10,7 @@ KINDS = [
     (errors.ParallelismTypeError, TypeError),
     (errors.ParallelismKeyError, KeyError),
     (errors.ParallelismRuntimeError, RuntimeError),
+    (errors.LostRankError, RuntimeError),
     (errors.CheckpointValueError, ValueError),
     (errors.CheckpointKeyError, KeyError),
     (errors.CheckpointRuntimeError, RuntimeError),

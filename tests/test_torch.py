@@ -474,3 +474,13 @@ def test_a_tensor_at_the_address_of_a_watched_one_that_is_gone_reads_its_data() 
     later = [torch.ones(1, device="meta") for _ in range(100)]
     assert addresses & {tensor.untyped_storage()._cdata for tensor in later}
     assert {tensor.data.device.type for tensor in later} == {"meta"}
+
+
+def test_warnings_of_c10_are_off_only_inside() -> None:
+    level = ctypes.c_int.in_dll(
+        ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so")), "FLAGS_caffe2_log_level"
+    )
+    before = level.value
+    with _torch.warnings_of_c10_off(), _torch.warnings_of_c10_off():
+        assert level.value == max(before, 2)
+    assert level.value == before

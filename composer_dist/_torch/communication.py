@@ -1,8 +1,12 @@
 """Process groups, collectives and meshes."""
 
+import ctypes
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -141,3 +145,41 @@ def collectives_entered() -> dict[str, tuple[list[int], int]]:
         with suppress(RuntimeError, ValueError):
             found[group.group_name] = sorted(ranks), group._get_sequence_number_for_group()
     return found
+
+
+_quiet, _quiet_lock = 0, threading.Lock()
+
+
+@contextmanager
+def warnings_of_c10_off() -> Iterator[None]:
+    """Inside, warnings that torch's C++ code logs are not printed; errors are.
+
+    `TCPStore` logs a stack of C++ for every call whose connection closes, besides raising an error. Does
+    nothing where libc10 does not have the level (Windows, a build with glog). Since torch 1.0.
+    """
+    global _quiet
+    level = _level_of_c10()
+    if level is None:
+        yield
+        return
+    with _quiet_lock:
+        _quiet += 1
+        if _quiet == 1:
+            level[1], level[0].value = level[0].value, max(level[0].value, 2)
+    try:
+        yield
+    finally:
+        with _quiet_lock:
+            _quiet -= 1
+            if _quiet == 0:
+                level[0].value = level[1]
+
+
+@cache
+def _level_of_c10() -> list[Any] | None:
+    """The lowest level of messages that are printed (1: warnings, 2: errors), and what it was before."""
+    for path in Path(torch.__file__).parent.glob("lib/libc10.*"):
+        with suppress(OSError, ValueError):
+            level = ctypes.c_int.in_dll(ctypes.CDLL(str(path)), "FLAGS_caffe2_log_level")
+            return [level, level.value]
+    return None

@@ -19,7 +19,6 @@ from composer_dist.distributed.prepared import mesh_of
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.hangs.guard import HangGuard
 from composer_dist.distributed.ranks.launcher_variables import check_alone
-from composer_dist.distributed.ranks.reports import told_to_all
 from composer_dist.distributed.training.gradients import Accumulate, accumulated_bytes
 from composer_dist.errors import ParallelismValueError
 from composer_dist.precision import Precision, as_precision
@@ -343,7 +342,7 @@ class Trainer:
     def _closing_on_error(self) -> Iterator[None]:
         """Closes callbacks and loggers on an error or Ctrl-C; if another rank died, raises its report."""
         try:
-            with self._guard.at(self._event.section), told_to_all(self._guard.doing):
+            with self._guard.at(self._event.section):
                 yield
         except BaseException:
             self.close()

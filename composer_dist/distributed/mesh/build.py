@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -88,14 +89,24 @@ def meet(ask: Callable[[], R]) -> tuple[R, Mesh, Agreement]:
             raise ParallelismValueError(f"This rank is not part of the mesh {wanted.mesh.tolist()}.")
     agreement = Agreement(ranks)
 
-    def compare(findings: list[str]) -> None:
+    def compare(findings: list[list[str]]) -> None:
         other = next((i for i, finding in enumerate(findings) if finding != findings[0]), None)
-        if other is not None:
+        if other is None:
+            return
+        ranks, (meshes, versions) = (
+            (agreement.ranks[0], agreement.ranks[other]),
+            zip(findings[0], findings[other], strict=True),
+        )
+        if versions[0] != versions[1]:
             raise ParallelismValueError(
-                f"The ranks ask for different meshes: rank {agreement.ranks[0]} for {findings[0]}, rank "
-                f"{agreement.ranks[other]} for {findings[other]}. Give every rank the same configuration."
+                f"The ranks run different versions of torch: rank {ranks[0]} {versions[0]}, rank {ranks[1]} "
+                f"{versions[1]}. Install the same one everywhere."
             )
+        raise ParallelismValueError(
+            f"The ranks ask for different meshes: rank {ranks[0]} for {meshes[0]}, rank {ranks[1]} for "
+            f"{meshes[1]}. Give every rank the same configuration."
+        )
 
-    agreement.reach("the mesh", asked, compare, error=error)
+    agreement.reach("the mesh", [asked, torch.__version__], compare, error=error)
     assert request is not None
     return request, mesh_for(request.mesh), agreement

@@ -21,8 +21,9 @@ from composer_dist import _torch
 from composer_dist._torch import Store
 from composer_dist.distributed.ranks.failures import LostError, is_lost, merge, pack, unpack
 from composer_dist.distributed.ranks.line import MARGIN, Line, forget, line_of
+from composer_dist.distributed.ranks.loopback import host_has_ended
 from composer_dist.distributed.ranks.waiting import Task, poll
-from composer_dist.errors import ParallelismError, ParallelismRuntimeError
+from composer_dist.errors import LostRankError, ParallelismError, ParallelismRuntimeError
 from composer_dist.wording import ranks_named
 
 T = TypeVar("T")
@@ -176,7 +177,8 @@ class Agreement:
             forget(self._key)
             if agreed is error:
                 raise agreed from error.__cause__
-            raise agreed from (error if agreed is failure else failure)
+            cause = error if agreed is failure else failure
+            raise agreed from (None if is_lost(cause) else cause)
         except BaseException as interrupt:
             self.leave(interrupt, post["step"])
             raise
@@ -194,10 +196,12 @@ class Agreement:
                 with suppress(RuntimeError):  # the store may end now
                     line.write(f"seen/{self.rank}", line.count)
                     line.forget(f"{line.count}/{self.rank}")
-        except ParallelismError:
+        except ParallelismError as error:
+            if host_has_ended() and is_lost(error):
+                raise _absent([0], post["step"]) from None
             raise
         except RuntimeError as lost:
-            raise ParallelismRuntimeError(
+            raise LostRankError(
                 f"The connection to the store was lost at {post['step']!r}: the launcher or rank 0, which "
                 "hosts it, has ended early. See its output."
             ) from lost
@@ -273,9 +277,7 @@ class Agreement:
         raise _absent([first], step, limit)
 
 
-def _absent(ranks: Sequence[int], step: str, limit: timedelta | None = None) -> ParallelismRuntimeError:
+def _absent(ranks: Sequence[int], step: str, limit: timedelta | None = None) -> LostRankError:
     """The error for ranks that died, or, with a limit, did not answer in time."""
     why = "died" if limit is None else f"did not answer within {limit.total_seconds():.0f} s"
-    return ParallelismRuntimeError(
-        f"{ranks_named(ranks).capitalize()} {why} at {step!r}; see the output there."
-    )
+    return LostRankError(f"{ranks_named(ranks).capitalize()} {why} at {step!r}; see the output there.")

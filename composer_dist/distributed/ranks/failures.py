@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from composer_dist.errors import ParallelismError, in_words, kind_named, kind_of
+from composer_dist.errors import LostRankError, ParallelismError, in_words, kind_named, kind_of
 from composer_dist.users_code import is_of_users_code
 from composer_dist.wording import ranks_named
 
@@ -16,7 +16,7 @@ class LostError(RuntimeError):
 def is_lost(error: BaseException | None) -> bool:
     """Whether a collective or a read failed because of another rank."""
     words = "/gloo/", "Gloo", "NCCL", "Connection closed", "Connection reset", "No such process"
-    return isinstance(error, (LostError, dist.DistError)) or (
+    return isinstance(error, (LostError, LostRankError, dist.DistError)) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     )
 

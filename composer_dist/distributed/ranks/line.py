@@ -3,8 +3,8 @@
 import atexit
 import json
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -14,7 +14,9 @@ import torch.distributed as dist
 from composer_dist import _torch
 from composer_dist._torch import Store
 from composer_dist.distributed.ranks.liveness import Identity, has_ended, identify
+from composer_dist.distributed.ranks.loopback import host_has_ended
 from composer_dist.distributed.ranks.waiting import poll
+from composer_dist.errors import LostRankError
 
 Key = tuple[str, tuple[int, ...]]
 """The name of a sequence and its ranks."""
@@ -37,30 +39,33 @@ class Line:
     def read(self, key: str) -> Any:
         """What a rank has written; None if it has not written yet."""
         key = f"{self.prefix}/{key}"
-        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+        with asking():
+            return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def read_all(self, keys: Sequence[str]) -> list[Any] | None:
         """What ranks have written under all of these keys; None if something is missing."""
         names = [f"{self.prefix}/{key}" for key in keys]
-        return [json.loads(text) for text in self.store.multi_get(names)] if self.store.check(names) else None
+        with asking():
+            found = self.store.multi_get(names) if self.store.check(names) else None
+        return None if found is None else [json.loads(text) for text in found]
 
     def write(self, key: str, value: Any) -> None:
         """Write what this rank has to say, in JSON types."""
-        self.store.set(f"{self.prefix}/{key}", json.dumps(value))
+        with asking():
+            self.store.set(f"{self.prefix}/{key}", json.dumps(value))
 
     def write_verdict(self, verdict: Any) -> None:
         """For the first rank: what it has decided for all."""
         self.write(f"{self.count}/verdict", verdict)
         self.judged = self.count
-        if not judged:
-            atexit.register(await_readers)
-            os.register_at_fork(after_in_child=judged.clear)  # a copy does not use the store
+        _await_at_exit()
         judged[self.key] = self
 
     def forget(self, *keys: str) -> None:
         """Remove what nobody will read again, so that the store does not grow."""
-        for key in keys:
-            self.store.delete_key(f"{self.prefix}/{key}")
+        with asking():
+            for key in keys:
+                self.store.delete_key(f"{self.prefix}/{key}")
 
     def has_lost(self, rank: int) -> bool:
         """Whether the process of a rank is known to have ended."""
@@ -74,6 +79,34 @@ class Line:
 _lines: dict[Key, Line] = {}
 judged: dict[Key, Line] = {}
 """The sequences in which this process, rank 0, has written verdicts."""
+kept: list[Callable[[], bool]] = []
+"""For what else the store is to be kept: whether all have read it."""
+
+
+@contextmanager
+def asking() -> Iterator[None]:
+    """Use the store: raises if it is known to have ended, and torch prints nothing if it ends meanwhile."""
+    if host_has_ended():
+        raise LostRankError("Rank 0, which hosts the store, has ended; see its output.")
+    with _torch.warnings_of_c10_off():
+        yield
+
+
+def keep_store(until: Callable[[], bool]) -> None:
+    """Have the process that hosts the store wait at its end, a few seconds at most."""
+    _await_at_exit()
+    kept.append(until)
+
+
+def _await_at_exit() -> None:
+    if not judged and not kept:
+        atexit.register(await_readers)
+        os.register_at_fork(after_in_child=_forget_all)  # a copy does not use the store
+
+
+def _forget_all() -> None:
+    judged.clear()
+    kept.clear()
 
 
 def line_of(key: Key) -> Line:
@@ -88,7 +121,8 @@ def line_of(key: Key) -> Line:
     if line is None or line.store is not store:
         name, ranks = key
         base = f"composer_dist/{name}{ranks[0]}-{len(ranks)}-{hash(ranks)}"
-        generation = store.add(f"{base}/generation/{dist.get_rank()}", 1)
+        with asking():
+            generation = store.add(f"{base}/generation/{dist.get_rank()}", 1)
         line = _lines[key] = Line(store, f"{base}/{generation}", key)
         line.write(f"process/{dist.get_rank()}", identify())
     return line
@@ -105,7 +139,8 @@ def await_readers() -> None:
     It is called before rank 0 ends: if it hosts the store, the store ends with it.
     """
     unread = [(line, rank) for (_, ranks), line in judged.items() for rank in ranks if rank]
-    judged.clear()
+    waiting = kept.copy()
+    _forget_all()
     atexit.unregister(await_readers)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
@@ -116,5 +151,6 @@ def await_readers() -> None:
                 for line, rank in unread
                 if (line.read(f"seen/{rank}") or 0) < line.judged and not line.has_lost(rank)
             ]
-            if not unread:
+            waiting = [until for until in waiting if not until()]
+            if not unread and not waiting:
                 return

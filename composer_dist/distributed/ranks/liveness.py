@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 Identity = list[str]
+_EXITING = 4
+"""PF_EXITING of linux/sched.h: set before the connections of a process close, and it is a zombie after."""
 
 
 def identify() -> Identity | None:
@@ -25,7 +27,7 @@ def state_of(identity: Identity | None) -> Literal["runs", "stopped", "ended"] |
     if identity is None or identity[:2] != _here():
         return None
     state = _state(int(identity[2]))
-    if state is None or state[1] != identity[3] or state[0] in "ZX":
+    if state is None or state[1] != identity[3] or state[0] in "ZX" or state[2]:
         return "ended"
     return "stopped" if state[0] in "Tt" else "runs"
 
@@ -45,11 +47,11 @@ def _here() -> Identity | None:
         return None
 
 
-def _state(pid: int) -> tuple[str, str] | None:
-    """State letter and start time of a process; None if there is none, or no /proc."""
+def _state(pid: int) -> tuple[str, str, bool] | None:
+    """State letter and start time of a process, and whether it ends; None if there is none, or no /proc."""
     try:
-        # The name in parentheses may hold anything; fields 3 and 22 of the line follow it.
+        # The name in parentheses may hold anything; fields 3, 9 and 22 of the line follow it.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return fields[0], fields[19]
+    return fields[0], fields[19], bool(int(fields[6]) & _EXITING)

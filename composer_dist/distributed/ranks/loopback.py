@@ -6,10 +6,13 @@ A `TCPStore` answers whoever connects to it, and by itself listens on all interf
 
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
+from composer_dist.distributed.ranks.liveness import Identity, has_ended
+from composer_dist.distributed.ranks.waiting import poll
 from composer_dist.errors import ParallelismRuntimeError
 
 HOST = "127.0.0.1"
@@ -17,6 +20,8 @@ _LIMIT = timedelta(minutes=30)
 """torch's own for a process group."""
 _hosted: dict[int, TCPStore] = {}
 """The stores in this process, by port."""
+_hosts: list[Identity] = []
+"""The process of another rank that hosts the store, if this one knows it."""
 
 
 def on_one_host(environ: Mapping[str, str]) -> bool:
@@ -53,9 +58,37 @@ def host_store(port: int = 0, timeout: timedelta = _LIMIT) -> TCPStore:
 
 
 def own_store(port: int, rank: int, timeout: timedelta = _LIMIT) -> TCPStore:
-    """The store of ranks without a launcher's: rank 0 hosts it, for all of its process groups."""
+    """The store of ranks without a launcher's: rank 0 hosts it, for all of its process groups.
+
+    Raises:
+        ParallelismRuntimeError: the port is in use, or rank 0 does not open it in time.
+    """
     if rank == 0:
         if port not in _hosted:
             _hosted[port] = host_store(port, timeout)
         return _hosted[port]
-    return TCPStore(HOST, port, is_master=False, timeout=timeout)
+    for _ in poll(timeout, lambda: "rank 0, which opens the store"):  # torch would print each attempt
+        with suppress(OSError), socket.create_connection((HOST, port)):
+            return TCPStore(HOST, port, is_master=False, timeout=timeout)
+    raise ParallelismRuntimeError(
+        f"Rank 0 did not open the store of the ranks, port {port} of {HOST}, within "
+        f"{timeout.total_seconds():g} s. Check its log, and that all ranks were started."
+    )
+
+
+def is_host() -> bool:
+    """Whether this process hosts the store of its ranks, which ends with it."""
+    return bool(_hosted)
+
+
+def remember_host(identity: Identity | None) -> None:
+    """Note the process that hosts the store of this rank."""
+    _hosts[:] = [identity] if identity else []
+
+
+def host_has_ended() -> bool:
+    """Whether the process that hosts the store is known to have ended.
+
+    The store is not used any more then: torch prints what happens to its connections (2.13).
+    """
+    return any(map(has_ended, _hosts))

@@ -7,6 +7,7 @@ that rank 0 draws. To learn the current one, each other rank writes a token and 
 rank 0 answers every token until all ranks have reported.
 """
 
+import json
 import os
 import time
 import uuid
@@ -15,7 +16,8 @@ from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # public, but not in its __all__
 
-from composer_dist.distributed.ranks.loopback import on_one_host, own_store
+from composer_dist.distributed.ranks.liveness import identify
+from composer_dist.distributed.ranks.loopback import on_one_host, own_store, remember_host
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.wording import ranks_named
 
@@ -26,6 +28,8 @@ def meeting_place(timeout: timedelta | None = None) -> dict[str, Any]:
     if on_one_host(os.environ) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         shared = own_store(port, rank, **limit)
+        if rank == 0:
+            shared.set("host", json.dumps(identify()))
     else:
         try:
             shared, rank, world_size = next(rendezvous("env://", **limit))
@@ -38,7 +42,10 @@ def meeting_place(timeout: timedelta | None = None) -> dict[str, Any]:
                 "0 runs, and that no other program uses the port, or set MASTER_PORT to a free one on all "
                 "ranks."
             ) from error
-    store = PrefixStore(agreed_name(shared, rank, world_size), shared)
+    name = agreed_name(shared, rank, world_size)
+    if rank and shared.check(["host"]):
+        remember_host(json.loads(shared.get("host")))
+    store = PrefixStore(name, shared)
     return {"store": store, "rank": rank, "world_size": world_size}
 
 

@@ -4,6 +4,9 @@ When a rank's own code raises, the others only see closed connections or a timeo
 therefore writes the reason into the store, which torchrun's agent or rank 0 holds; a rank whose collective
 fails reads it there and raises the same error, or names the rank whose process has ended. Without
 failures this costs nothing.
+
+gloo's connections close when a process ends (torch 2.13), and the store of rank 0 with them. A `HangGuard`
+therefore looks for a report while its rank waits, and rank 0 ends once the others have read it.
 """
 
 import json
@@ -14,43 +17,96 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from composer_dist import _torch
+from composer_dist._torch import Store
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.ranks.failures import is_lost, merge, pack, unpack
+from composer_dist.distributed.ranks.failures import PackedError, is_lost, merge, pack, unpack
+from composer_dist.distributed.ranks.line import asking, keep_store
+from composer_dist.distributed.ranks.loopback import host_has_ended, is_host
 from composer_dist.distributed.ranks.waiting import poll
-from composer_dist.errors import ParallelismError, ParallelismRuntimeError
+from composer_dist.errors import LostRankError, ParallelismError
 from composer_dist.wording import ranks_named
 
 PATIENCE = timedelta(seconds=2)
 """How long a rank whose collective failed waits for a report."""
 
 
+class Report:
+    """What the first rank that fails tells the others; the n-th one of each rank is the same one.
+
+    Args:
+        doing: says what this rank does at the moment.
+    """
+
+    def __init__(self, doing: Callable[[], str]) -> None:
+        self.doing = doing
+        self.agreement = Agreement()
+        self.rank = self.agreement.rank
+        self._others = [rank for rank in self.agreement.ranks if rank != self.rank]
+        self._found: tuple[int, PackedError] | None = None
+        if self._others:
+            self._store = _torch.get_default_store()
+            number = self._store.add(f"composer_dist/reporting/{self.rank}", 1)
+            self._key = f"composer_dist/report/{number}"
+
+    def look(self, store: Store | None = None) -> ParallelismError | None:
+        """What another rank has reported; None if there is nothing yet.
+
+        Args:
+            store: a connection of the calling thread.
+        """
+        if self._found is None:
+            store = store or self._store
+            with asking():
+                if not store.check([self._key]):
+                    return None
+                rank, packed = json.loads(store.get(self._key))
+                self._found = rank, PackedError(*packed)
+                store.set(f"{self._key}/seen/{self.rank}", "")
+        return self.known()
+
+    def known(self) -> ParallelismError | None:
+        """What `look` has found."""
+        if self._found is None or self._found[0] == self.rank:
+            return None
+        return unpack(*self._found[1])
+
+    def settle(self, error: BaseException) -> BaseException:
+        """The error to raise when `error` has arisen here, which is told to the others if it is the first."""
+        if not self._others:
+            return error
+        lost = is_lost(error)
+        if not lost:
+            with suppress(RuntimeError):  # the store has gone with its host
+                packed = merge({self.rank: pack(error)}, 1 + len(self._others), self.doing())
+                with asking():
+                    self._store.compare_set(self._key, "", json.dumps([self.rank, packed]))
+                self.look()
+        if is_host() and self._others:
+            keep_store(self._all_know)
+        return _explained(error, self.agreement, self.doing(), self) if lost else error
+
+    def _all_know(self) -> bool:
+        """Whether the other ranks have read the report, or have ended, or there is none."""
+        ended = self.agreement.lost()
+        reading = [f"{self._key}/seen/{rank}" for rank in self._others if rank not in ended]
+        return not self._store.check([self._key]) or not reading or self._store.check(reading)
+
+
 @contextmanager
-def told_to_all(doing: Callable[[], str]) -> Iterator[None]:
+def told_to_all(doing: Callable[[], str]) -> Iterator[Report]:
     """Run a body on every rank; if it fails on one, the others raise its error, which names that rank.
 
     Args:
         doing: says what this rank does at the moment.
     """
-    agreement = Agreement()
-    rank = agreement.rank
-    if len(agreement.ranks) == 1:
-        with _noted(doing, ""):
-            yield
-        return
-    store = _torch.get_default_store()
-    key = f"composer_dist/report/{store.add(f'composer_dist/reporting/{rank}', 1)}"
+    report = Report(doing)
     try:
-        with _noted(doing, f"rank {rank}, "):
-            yield
+        with _noted(doing, f"rank {report.rank}, " if len(report.agreement.ranks) > 1 else ""):
+            yield report
     except BaseException as error:
-        if not is_lost(error) and not is_lost(error.__cause__):
-            with suppress(RuntimeError):  # the store has gone with its host
-                packed = merge({rank: pack(error)}, len(agreement.ranks), doing())
-                store.compare_set(key, "", json.dumps([rank, packed]))
+        if (reason := report.settle(error)) is error:
             raise
-        if (reason := _explained(error, agreement, doing(), key)) is error:
-            raise
-        raise reason from error
+        raise reason.with_traceback(error.__traceback__) from None
 
 
 @contextmanager
@@ -62,7 +118,7 @@ def lost_named(step: str) -> Iterator[None]:
         agreement = Agreement()
         if isinstance(error, ParallelismError) or len(agreement.ranks) == 1 or not is_lost(error):
             raise
-        raise _explained(error, agreement, step) from error
+        raise _explained(error, agreement, step).with_traceback(error.__traceback__) from None
 
 
 def reason_of_loss(error: BaseException, step: str) -> ParallelismError | None:
@@ -71,15 +127,14 @@ def reason_of_loss(error: BaseException, step: str) -> ParallelismError | None:
 
 
 def _explained(
-    error: BaseException, agreement: Agreement, step: str, key: str | None = None
+    error: BaseException, agreement: Agreement, step: str, report: Report | None = None
 ) -> BaseException:
     """The error to raise when a collective has failed because of another rank."""
-    if (reason := _await_reason(key, agreement, step)) is not None:
+    if (reason := _await_reason(report, agreement, step)) is not None:
         return reason
     if isinstance(error, ParallelismError):
         return error
-    text = str(error).partition("\n")[0]
-    return ParallelismRuntimeError(f"Another rank was lost at {step!r}; see its output. ({text})")
+    return LostRankError(f"Another rank was lost at {step!r}; see its output.")
 
 
 @contextmanager
@@ -92,22 +147,23 @@ def _noted(doing: Callable[[], str], rank: str) -> Iterator[None]:
         raise
 
 
-def _await_reason(key: str | None, agreement: Agreement, step: str) -> ParallelismError | None:
-    """What another rank has reported under `key`, or which one has ended; None if nothing is known."""
+def _await_reason(report: Report | None, agreement: Agreement, step: str) -> ParallelismError | None:
+    """What another rank has reported, or which one has ended; None if nothing is known."""
+    if report is not None and (known := report.known()) is not None:
+        return known
     try:
-        store = _torch.get_default_store()
         for _ in poll(PATIENCE, lambda: "the reason"):
             ended = agreement.lost()
-            if key is not None and store.check([key]):
-                rank, packed = json.loads(store.get(key))
-                return None if rank == agreement.rank else unpack(*packed)
+            if report is not None and (reason := report.look()) is not None:
+                return reason
             if ended:
                 who = ranks_named(ended).capitalize()
-                return ParallelismRuntimeError(
+                return LostRankError(
                     f"{who} ended while rank {agreement.rank} was at {step!r}; see the output there."
                 )
     except (RuntimeError, dist.DistError):
-        return ParallelismRuntimeError(
-            f"The launcher or rank 0, which hosts the store, ended at {step!r}; see its output."
+        who = "Rank 0" if host_has_ended() else "The launcher or rank 0, which hosts the store,"
+        return LostRankError(
+            f"{who} ended while rank {agreement.rank} was at {step!r}; see the output there."
         )
     return None

@@ -1,10 +1,10 @@
 """Waiting that Ctrl-C interrupts."""
 
+import _thread
 import atexit
 import logging
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -45,7 +45,8 @@ class Task(Generic[T]):
         self._body = body
         self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, daemon=True).start()
+        # Thread.start would wait forever for a thread that ends at once for lack of memory (Python 3.14).
+        _thread.start_new_thread(self._run, ())
 
     def result(self) -> T:
         """The value that the call returned; raises its error."""

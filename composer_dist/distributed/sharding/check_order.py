@@ -22,6 +22,7 @@ from torch import nn
 from composer_dist import _torch
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.board import Board
+from composer_dist.distributed.ranks.failures import is_lost
 from composer_dist.distributed.ranks.reports import reason_of_loss
 from composer_dist.errors import ParallelismRuntimeError
 
@@ -108,7 +109,7 @@ def _compare(
         raise reason_of_loss(error, what) or ParallelismRuntimeError(
             f"This rank waits to {what}, but another rank did not arrive or has died; every rank must run "
             "every unit, in the same order. See the other ranks' output."
-        ) from error
+        ) from (None if is_lost(error) else error)
     one = table[0]
     other = next((row for row in table if row[1:] != one[1:]), None)
     if other is None:

@@ -143,7 +143,7 @@ def test_a_rank_that_never_comes_is_named_on_all_others(absent: int) -> None:
     present = [result for rank, result in enumerate(results) if rank != absent]
     assert len(set(present)) == 1
     kind, text = present[0]
-    assert kind is ParallelismRuntimeError
+    assert issubclass(kind, ParallelismRuntimeError)
     assert text.startswith(f"Rank {absent} did not answer within")
     assert "'a step'" in text
 

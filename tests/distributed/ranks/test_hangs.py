@@ -1,6 +1,7 @@
 """A rank that makes no progress ends the run, with a report of which it is and where all ranks stand."""
 
 import math
+import signal
 import subprocess
 import sys
 from datetime import timedelta
@@ -12,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from composer_dist.distributed import HangGuard
-from composer_dist.distributed.ranks.hangs.guard import STATUS, Limits
+from composer_dist.distributed.ranks.hangs import watcher
+from composer_dist.distributed.ranks.hangs.guard import STATUS, Limits, _in_debugger
 from composer_dist.distributed.ranks.hangs.report import cause, report
 from composer_dist.distributed.ranks.hangs.stand import Entered, Frame, Stand, stack_in, stand_here
 from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import fails
-from tests.kit.faults import Fault, ended, left_by, started, verdict
 from tests.kit.world import on_ranks
 
 pytestmark = pytest.mark.promise(117)
@@ -144,27 +145,23 @@ def test_a_single_process_ends_too() -> None:
     assert "The run hangs: rank 0 is still in <module> (<string>:4) at step 0 (no progress" in done.stderr
 
 
-CELLS = [
-    Fault(1, "before_forward", "stall"),
-    Fault(0, "before_backward", "SIGSTOP"),
-    Fault(1, "state_dict", "GIL"),
-    *(
-        pytest.param(Fault(rank, step, kind), marks=pytest.mark.slow)
-        for rank, step, kind in (
-            (0, "setup", "stall"),
-            (1, "load_state_dict", "GIL"),
-            (1, "eval_batch_start", "raise"),
-        )
-    ),
-]
+def test_while_a_debugger_waits_nothing_is_a_hang() -> None:
+    found: list[bool] = []
+    for file in ("/usr/lib/python3/bdb.py", "/home/me/train.py"):
+        exec(compile("look()", file, "exec"), {"look": lambda: found.append(_in_debugger())})
+    assert found == [True, False]
 
 
-@pytest.mark.parametrize("fault", CELLS, ids=str)
-def test_the_others_end_and_name_rank_step_and_cause(fault: Fault, tmp_path: Path) -> None:
-    """Rank 0 hosts the store, so that it does not answer when rank 0 is stopped."""
-    command = ["-m", "tests.kit.scripts.struck", str(tmp_path), *map(str, fault)]
-    with started(command, 2, tmp_path) as world:
-        found = ended(world, tmp_path)
-        assert verdict(fault, found) == "", [one.text for one in found]
-        assert [left_by(process) for process in world] == [[], []]
-    assert found[1 - fault.rank].status == (1 if fault.kind == "raise" else STATUS)
+def test_a_watcher_ends_a_process_whose_threads_stand_still(tmp_path: Path) -> None:
+    """It needs no other rank, and says where the threads were."""
+    (dump := tmp_path / "dump").write_text("the stacks\n")
+    script = f"""
+import os, subprocess, sys, time
+command = [sys.executable, "-I", "-S", {watcher.__file__!r}, str(os.getpid()), {str(dump)!r}]
+process = subprocess.Popen(command, stdin=subprocess.PIPE)
+os.write(process.stdin.fileno(), b"1\\n")
+time.sleep(1000)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert "was ended: none of its Python threads has run for 1 s.\nthe stacks" in done.stderr

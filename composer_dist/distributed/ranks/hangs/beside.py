@@ -35,7 +35,8 @@ class Beside:
         if self._file is not None:
             os.truncate(self._file, 0)
             os.lseek(self._file, 0, os.SEEK_SET)
-            faulthandler.dump_traceback_later(limit, file=self._file)
+            with suppress(RuntimeError):  # no memory for its thread
+                faulthandler.dump_traceback_later(limit, file=self._file)
 
     def doom(self, processes: Sequence[int]) -> None:
         """Have processes of this host, and those that they have started, killed after the end of this one."""

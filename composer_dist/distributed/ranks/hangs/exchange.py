@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 from composer_dist import _torch
 from composer_dist.distributed.ranks.hangs.stand import Frame, Stand, State, stack_in
+from composer_dist.distributed.ranks.line import asking
 from composer_dist.distributed.ranks.liveness import Identity, identify, state_of
+from composer_dist.distributed.ranks.reports import Report
 from composer_dist.distributed.ranks.waiting import Task
 
 T = TypeVar("T")
@@ -43,10 +45,15 @@ class Exchange:
         """The ranks of this host, as the launcher says."""
         self._unanswered: Task[Any] | None = None
 
-    def tell(self, doing: str) -> tuple[bool, bool]:
-        """Say what this rank does; whether a rank has noticed a hang, and whether one has failed or died."""
+    def tell(self, doing: str, report: Report | None) -> tuple[bool, bool]:
+        """Say what this rank does; whether a rank has noticed a hang, and whether one has failed or died.
+
+        Looks into the report, too, because its store may be gone once this rank needs it.
+        """
 
         def call() -> tuple[bool, bool]:
+            if report is not None:
+                report.look(self._store)
             self._write("doing", doing)
             return self._has("hang"), self._has("failed") or any(map(self._died, self._here))
 
@@ -139,10 +146,11 @@ class Exchange:
             raise SilentError
 
         def connected() -> T:
-            if self._store is None:
-                self._store = self._default.clone()
-                self._write("process", [identify(), self._dump])
-            return call()
+            with asking():
+                if self._store is None:
+                    self._store = self._default.clone()
+                    self._write("process", [identify(), self._dump])
+                return call()
 
         self._unanswered = task = Task(connected)
         if not task.done.wait(seconds):

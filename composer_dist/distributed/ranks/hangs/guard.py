@@ -30,6 +30,7 @@ from composer_dist.distributed.ranks.hangs.beside import Beside
 from composer_dist.distributed.ranks.hangs.exchange import ANSWER, Exchange, SilentError
 from composer_dist.distributed.ranks.hangs.report import report
 from composer_dist.distributed.ranks.hangs.stand import main_stack, stand_here
+from composer_dist.distributed.ranks.reports import Report, told_to_all
 from composer_dist.ending import Ending
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError, in_words
 
@@ -121,6 +122,7 @@ class HangGuard:
         self._at = time.monotonic()
         self._beside: Beside | None = None
         self._exchange: Exchange | None = None
+        self._report: Report | None = None
         self.section = "step"
         """What this rank does, as `beat` was told."""
 
@@ -135,6 +137,8 @@ class HangGuard:
         _register()
         _guards.add(self)
         self._thread = threading.Thread(target=self._run, daemon=True, name="composer_dist-hang-guard")
+        self._telling = told_to_all(lambda: self.doing())
+        self._report = self._telling.__enter__()
         if not self._limits.off:
             self._thread.start()
         return self
@@ -142,7 +146,14 @@ class HangGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(error)
+        raised = error
+        try:
+            self._telling.__exit__(kind, error, trace)
+        except BaseException as reason:
+            raised = reason
+            raise
+        finally:
+            self.close(raised)
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop guarding; the other ranks may go on.
@@ -155,7 +166,7 @@ class HangGuard:
         _guards.discard(self)
         self._over.set()
         if not self._limits.off:
-            self._thread.join()
+            self._thread.join(2 * ANSWER)
         if self._beside:
             self._beside.close()
         if self._exchange:
@@ -191,9 +202,12 @@ class HangGuard:
         idle = failed = 0.0
         seen, before = self._beats, time.monotonic()
         limit = self._limits.of(self.section)
-        while not self._over.wait(pause := min(max(limit / 20, 0.1), 5.0)):
+        while not self._over.wait(pause := min(max(limit / 20, 0.1), 2.0)):
             if self._beside is None:
-                self._beside, self._exchange = self._begin()
+                with suppress(OSError):  # no memory for a process: later
+                    self._beside, self._exchange = self._begin()
+                if self._beside is None:
+                    continue
             noticed, trouble = self._told()
             now = time.monotonic()
             # A process that was stopped and continued has not been idle.
@@ -214,9 +228,11 @@ class HangGuard:
         return beside, Exchange(self._rank, self._world, self._number, beside.dump)
 
     def _told(self) -> tuple[bool, bool]:
+        if self._report and self._report.known():  # the store may end any time
+            return False, True
         with suppress(RuntimeError, SilentError):  # without a store, what this rank does next will fail
             if self._exchange:
-                return self._exchange.tell(self.doing())
+                return self._exchange.tell(self.doing(), self._report)
         return False, False
 
     def _end(self, idle: float, limit: float) -> None:
