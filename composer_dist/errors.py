@@ -157,6 +157,7 @@ def kind_named(name: str) -> type[ParallelismError]:
     return next((kind for kind in _KINDS if kind.__name__ == name), ParallelismRuntimeError)
 
 
+_NO_MEMORY = "no memory was left for it on this host"
 _OF_WORKER = re.compile(r"\ACaught \w+ in .*Traceback \(most recent call last\):\n(?: [^\n]*\n)*", re.S)
 """Before the text of an error that torch's DataLoader raises again: the worker's traceback."""
 
@@ -169,6 +170,8 @@ def in_words(error: BaseException) -> str:
     if isinstance(error, Exception) and (worker := _OF_WORKER.match(said := printable(_said(error)))):
         name, colon, text = said[worker.end() :].strip().partition(": ")
         name = name.rpartition(".")[2]
+        if name == "MemoryError" and not text:
+            colon, text = ": ", _NO_MEMORY
         return text if colon and isinstance(error, ParallelismError) else f"{name}{colon}{text}"
     if isinstance(error, ParallelismError):
         return str(error)
@@ -176,7 +179,7 @@ def in_words(error: BaseException) -> str:
         return printable(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
     text = printable(_said(error))
     if isinstance(error, MemoryError) and not text:
-        text = "no memory was left for it on this host"
+        text = _NO_MEMORY
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -83,3 +83,9 @@ def test_any_error_can_be_put_in_words() -> None:
     )
     assert errors.in_words(ValueError("a\x1b[2J\nb")) == "ValueError: a\\x1b[2J\nb"
     assert errors.in_words(MemoryError()) == "MemoryError: no memory was left for it on this host"
+    worker = (
+        "Caught MemoryError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+    )
+    assert errors.in_words(MemoryError(f"{worker}  File ...\nMemoryError\n")) == errors.in_words(
+        MemoryError()
+    )
