@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -19,7 +19,12 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
 from composer_dist.distributed import init_context, parallelize_model
-from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError, ParallelismTypeError
+from composer_dist.errors import (
+    CheckpointRuntimeError,
+    CheckpointValueError,
+    ParallelismRuntimeError,
+    ParallelismTypeError,
+)
 from composer_dist.models import HuggingFaceModel
 from tests.kit import huggingface as hf
 from tests.kit.compare import fails_alike
@@ -216,6 +221,16 @@ def test_what_rank_0_cannot_write_fails_everywhere(tmp_path: Path) -> None:
     file.write_text("in the way")
     with fails_alike(CheckpointRuntimeError, f"export_pretrained cannot write {file}"):
         export_pretrained(hf.sharded(hf.pretrained_llama()), file)
+
+
+@pytest.mark.promise(92)
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_save_pretrained_of_shards_names_the_way_to_save_them(tmp_path: Path) -> None:
+    model = get_peft_model(hf.pretrained_llama(), LoraConfig(target_modules="all-linear"))
+    parallelize_model(model, FSDP2Config())
+    with pytest.raises(ParallelismRuntimeError, match=r"call export_pretrained\(model, path\) on all ranks"):
+        model.save_pretrained(str(tmp_path / "adapter"))
 
 
 @pytest.mark.promise(92)

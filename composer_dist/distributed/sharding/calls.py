@@ -225,7 +225,10 @@ class Calls:
 
 
 def _explain(error: RuntimeError, module: nn.Module) -> None:
-    """Raise an error of this library if torch's is about sharded parameters that a unit has used."""
+    """Raise an error of this library if torch's is about sharded parameters, used by a unit or saved."""
+    if "invalid python storage" in str(error):  # of safetensors
+        remedy = "To save them, call export_pretrained(model, path) on all ranks."
+        raise ParallelismRuntimeError(f"The parameters are sharded. {remedy}") from error
     if "got mixed torch.Tensor and DTensor" not in str(error) or _torch.current_backward() != -1:
         return  # in a backward, a recomputed block: see `refused`
     names = _names_in(module)
@@ -268,8 +271,7 @@ def _used_sharded(
 
 
 def _names_in(unit: nn.Module) -> dict[nn.Module, str]:
-    name = _names.get(unit, "")
-    found = ((one, canonical_name(inner)) for inner, one in unit.named_modules())
+    name, found = _names.get(unit, ""), ((one, canonical_name(inner)) for inner, one in unit.named_modules())
     return {one: child_name(name, inner) if inner else name for one, inner in found}
 
 

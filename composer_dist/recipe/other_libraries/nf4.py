@@ -19,7 +19,7 @@ def quantize(model: nn.Module) -> None:
 
     Raises:
         ParallelismRuntimeError: torchao is not installed.
-        ParallelismValueError: the size of some layer does not suit NF4; names it.
+        ParallelismValueError: the size of some layer does not suit NF4, or its forward is its own; names it.
     """
     nf4 = _nf4()
     untouched: Any = getattr(model, "get_output_embeddings", lambda: None)()
@@ -28,6 +28,11 @@ def quantize(model: nn.Module) -> None:
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear) and layer is not untouched
     }
+    if own := [name for name, layer in linears.items() if type(layer).forward is not nn.Linear.forward]:
+        raise ParallelismValueError(
+            f"NF4 needs layers with the forward of nn.Linear; {len(own)} have their own, such as {own[0]}, a "
+            f"{type(linears[own[0]]).__name__}. Use LoRA without quantize: nf4."
+        )
     multiple = _BLOCK * _SCALES
     if odd := [name for name, layer in linears.items() if layer.weight.numel() % multiple]:
         raise ParallelismValueError(

@@ -121,7 +121,8 @@ def _table(path: str, rows: Sequence[tuple[str, ...]], fresh: Sequence[int]) -> 
         padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
         text.append(f"  {'  '.join(padded)}  {counts}")
     if any(name.startswith("optimizer") and counts == "checkpoint" for name, *_, counts in rows):
-        text.append("  For the optimizer's new options, resume with {optimizer: config}.")
+        remedy = "resume with optimizer='config' (in YAML resume: {optimizer: config})"
+        text.append(f"  For the optimizer's new options, {remedy}.")
     if fresh:
         text.append("  An optimizer of another class starts without state.")
     return "\n".join(text)

@@ -66,7 +66,7 @@ def test_all_that_differs_is_in_one_table(tmp_path: Path, caplog: pytest.LogCapt
         "gradient_clipping": ("None", *str(GradientClipping.of(1.0)).split(), "config"),
         "batch_size": ("4", "6", "config"),
     }
-    assert "For the optimizer's new options, resume with {optimizer: config}." in caplog.text
+    assert "resume with optimizer='config' (in YAML resume: {optimizer: config})." in caplog.text
     assert rate(found) == 0.1
     found.fit(duration="1ba")
     caplog.clear()
