@@ -6,6 +6,7 @@ from weakref import ref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from composer_dist.config.mesh import MeshConfig
@@ -41,3 +42,18 @@ def test_a_model_that_is_dropped_is_freed(way: str, hooked: bool) -> None:
     gc.collect()
     assert before() is None
     parameter.sum().backward()  # its hooks are harmless
+
+
+@on_ranks(2)
+def test_models_share_the_groups_of_one_mesh() -> None:
+    def prepared() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        parallelize_model(model, {"mesh": MeshConfig(dp_replicate=2)})
+        model(torch.ones(2, 4)).sum().backward()
+        return model
+
+    first = prepared()
+    groups = dist.get_pg_count()
+    second = prepared()
+    assert dist.get_pg_count() == groups
+    assert second[0].weight.device_mesh is first[0].weight.device_mesh

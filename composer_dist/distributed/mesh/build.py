@@ -1,7 +1,7 @@
 """Building the mesh that a configuration asks for, on all ranks or on none."""
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -89,14 +89,13 @@ def meet(ask: Callable[[], R]) -> tuple[R, Mesh, Agreement]:
             raise ParallelismValueError(f"This rank is not part of the mesh {wanted.mesh.tolist()}.")
     agreement = Agreement(ranks)
 
-    def compare(findings: list[list[str]]) -> None:
-        other = next((i for i, finding in enumerate(findings) if finding != findings[0]), None)
+    def compare(findings: list[list[Any]]) -> bool:
+        """Whether all ranks have the mesh from before, which one that was interrupted may lack."""
+        other = next((i for i, finding in enumerate(findings) if finding[:2] != findings[0][:2]), None)
         if other is None:
-            return
-        ranks, (meshes, versions) = (
-            (agreement.ranks[0], agreement.ranks[other]),
-            zip(findings[0], findings[other], strict=True),
-        )
+            return all(known for *_, known in findings)
+        ranks = agreement.ranks[0], agreement.ranks[other]
+        meshes, versions, _ = zip(findings[0], findings[other], strict=True)
         if versions[0] != versions[1]:
             raise ParallelismValueError(
                 f"The ranks run different versions of torch: rank {ranks[0]} {versions[0]}, rank {ranks[1]} "
@@ -107,6 +106,16 @@ def meet(ask: Callable[[], R]) -> tuple[R, Mesh, Agreement]:
             f"{meshes[1]}. Give every rank the same configuration."
         )
 
-    agreement.reach("the mesh", [asked, torch.__version__], compare, error=error)
+    known = _made.get(asked, (None,))[0] is dist.group.WORLD
+    reuse = agreement.reach("the mesh", [asked, torch.__version__, known], compare, error=error)
     assert request is not None
-    return request, mesh_for(request.mesh), agreement
+    if isinstance(request.mesh, DeviceMesh):
+        return request, mesh_for(request.mesh), agreement
+    if not reuse:
+        _made[asked] = dist.group.WORLD, build_mesh(request.mesh)
+    return request, Mesh(_made[asked][1]), agreement
+
+
+_made: dict[str, tuple[Any, DeviceMesh]] = {}
+"""What ranks asked for, to the world's group and the mesh: models share it, as each group has threads."""
+process_group.at_destroy.append(_made.clear)

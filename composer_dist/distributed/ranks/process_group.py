@@ -6,7 +6,7 @@ GPUs uses CPU tensors.
 """
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -104,11 +104,17 @@ def device_here(device: torch.device | str) -> torch.device:
     return chosen
 
 
+at_destroy: list[Callable[[], None]] = []
+"""Called by `destroy`: they let go of meshes."""
+
+
 def destroy() -> None:
     """End the default process group and all groups made from it, if there is one."""
     if _active():
         await_readers()
         dist.destroy_process_group()
+        for let_go in at_destroy:
+            let_go()
         clear_dtensor_caches()
 
 
