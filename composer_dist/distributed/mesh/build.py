@@ -1,5 +1,6 @@
 """Building the mesh that a configuration asks for, on all ranks or on none."""
 
+import os
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -118,4 +119,14 @@ def meet(ask: Callable[[], R]) -> tuple[R, Mesh, Agreement]:
 
 _made: dict[str, tuple[Any, DeviceMesh]] = {}
 """What ranks asked for, to the world's group and the mesh: models share it, as each group has threads."""
+_inherited: list[object] = []
 process_group.at_destroy.append(_made.clear)
+
+
+def _keep_inherited() -> None:
+    """In a forked process: gloo waits for threads when a group is freed, and they are not there."""
+    _inherited.append(_made.copy())
+    _made.clear()
+
+
+os.register_at_fork(after_in_child=_keep_inherited)

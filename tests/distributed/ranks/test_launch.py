@@ -50,6 +50,13 @@ def test_every_method_returns_rank_0_s_value(method: str) -> None:
     assert not process_group.is_distributed()
 
 
+def test_forked_ranks_leave_the_groups_of_their_parent_alone() -> None:
+    """Freeing them ends the rank with SIGABRT, or never ends."""
+    command = [sys.executable, "-m", "tests.kit.scripts.forking"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (found.returncode, found.stdout.strip()) == (0, "2"), found.stderr
+
+
 def test_what_is_no_method_lists_those_that_are() -> None:
     with pytest.raises(ParallelismValueError, match="one of spawn, fork, not 'thread'"):
         launch(_sum, 2, "thread")
