@@ -262,6 +262,7 @@ _LAYERS = f"{_LOSS}; compiled layers keep less"
 _BACKWARD = "planned without the gradients of the timeline, as composer_dist does not step within backward"
 _GRADIENTS = "what is reserved has room for gradients, not there at the peak: 3.5 GiB more on 8 ranks"
 _WHOLE = "planned with reshard_after_forward=False and whole bf16 gradients, which FSDP2 does not keep"
+_HOST = "planned with cpu_offload=True, which puts the parameters on the CPU, too"
 _TYPO = "the same page says 413.18 in its second table and in its text"
 _TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 _TUNE = "torchtune, README.md"
@@ -287,6 +288,7 @@ ROWS: dict[str, list[Row]] = {
     ],
     f"{_SPEED}: t5-3b on 8 GPUs, without activations; GiB": [
         Row("ZeRO-3", 6.10, _peak(_t5)),
+        Row("ZeRO-3, optimizer on the CPU", 0.79, _peak(lambda: _t5(cpu_offload=True)), _HOST),
         Row("ZeRO-2", 15.93, _zero_2, _WHOLE),
     ],
     "accelerate, docs/source/usage_guides/model_size_estimator.md: bert-base-cased; MiB": [
