@@ -156,10 +156,14 @@ def test_output_that_a_message_points_to_is_shown_because_its_file_is_removed(
 
 
 HANGS = """\
+import torch.distributed as dist
 from composer_dist.distributed import HangGuard, process_group
 process_group.init("gloo")
-with HangGuard(1):
-    time.sleep(0.5)
+store = dist.distributed_c10d._get_default_store()
+with HangGuard(1) as guard:
+    while not store.check(["composer_dist/hang/0/0/process/0"]):  # the guards know of rank 0's process
+        time.sleep(0.1)
+        guard.beat()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     process_group.barrier()
@@ -173,4 +177,4 @@ def test_a_hang_is_told_by_a_rank_that_runs(launch: Launch, capfd: Capture) -> N
     assert first.startswith(
         "composer-dist: The run hangs: rank 0 is stopped (by SIGSTOP or a debugger) at step 0"
     )
-    assert rest[1].startswith("  rank 1: step 0 in <module> (script.py:14), for 1 s, waits in barrier (")
+    assert rest[1].startswith("  rank 1: step 0 in <module> (script.py:18), for 1 s, waits in barrier (")
