@@ -31,6 +31,10 @@ def human_bytes(count: int) -> str:
     return f"{size:.1f} TiB"
 
 
+HINTS = 8
+"""How many of several unknown names get a near miss: to find one, all names are compared."""
+
+
 def near_miss(name: str, candidates: Collection[str]) -> str:
     """The sentence "Did you mean 'x'?" for the closest candidate, with a space before it, or nothing.
 

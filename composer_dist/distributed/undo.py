@@ -160,7 +160,8 @@ def _make_whole(model: nn.Module, structure: Structure, optimizers: Sequence[Opt
     for state in (state for one in optimizers if not is_low_bit(one) for state in one.state.values()):
         parts += [(state, key, value) for key, value in state.items() if isinstance(value, DTensor)]
     places = [(held, key, part.device) for held, key, part in parts]
-    for index, tensor in gather_each(parts.pop(0)[2] for _ in places):
+    parts.reverse()  # from its end a list gives up an entry without moving the others
+    for index, tensor in gather_each(parts.pop()[2] for _ in places):
         held, key, device = places[index]
         held[key] = tensor.to(device)
     new: dict[int, Tensor] = {}

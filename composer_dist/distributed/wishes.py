@@ -26,7 +26,7 @@ from composer_dist.structure.blocks import has_forward
 from composer_dist.structure.select import children_of, container_text, neighbor, parts_of, select, spell
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.codec import register_tensor_codec as register_tensor_codec
-from composer_dist.wording import listed, near_miss
+from composer_dist.wording import HINTS, listed, near_miss
 
 WrapPolicy = CustomPolicy | Callable[[nn.Module], bool | dict[str, Any]]
 CheckFn = Callable[[nn.Module], bool]
@@ -130,13 +130,17 @@ def merge_rules(
     keys = [one.name for one in fields(Rule) if one.name not in {"match", "optional"}]
     with Faults() as faults:
         for rule in rules:
-            names = select(rule.match, modules)
-            faults += [
-                f"No module matches {spell(part)}.{neighbor(part, modules)} "
-                "(Rule(..., optional=True) allows that.)"
-                for part in parts_of(rule.match)
-                if not rule.optional and not select(part, modules)
-            ]
+            parts = [(part, select(part, modules)) for part in parts_of(rule.match)]
+            names = parts[0][1]
+            if len(parts) > 1:
+                chosen = {name for _, some in parts for name in some}
+                names = [name for name in modules if name in chosen]
+            for part, some in parts:
+                if not some and not rule.optional:
+                    hint = neighbor(part, modules) if len(faults) < HINTS else ""
+                    faults.append(
+                        f"No module matches {spell(part)}.{hint} (Rule(..., optional=True) allows that.)"
+                    )
             source = f"rule {spell(rule.match)}"
             given = {key: (getattr(rule, key), source) for key in keys if getattr(rule, key) is not None}
             if not given:

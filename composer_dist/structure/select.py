@@ -109,7 +109,7 @@ def neighbor(match: Match, modules: Mapping[str, nn.Module]) -> str:
         return ""
     if match.startswith("type:"):
         return near_miss(match, {f"type:{type(module).__qualname__}" for module in modules.values()})
-    return near_miss(match.removeprefix("re:"), list(modules))
+    return near_miss(match.removeprefix("re:"), modules)
 
 
 def children_of(name: str, structure: Structure) -> list[str]:

@@ -10,15 +10,16 @@ Nothing here needs a process group or real values, so models on the meta device 
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.structure.names import canonical_name, child_name
+from composer_dist.structure.names import ancestors, canonical_name, child_name
 from composer_dist.tensors.inner import Inner, describe_inner
 from composer_dist.wording import listed
 
@@ -121,10 +122,20 @@ class Structure:
     first: dict[str, str]
     """Every name of a module to its first one."""
 
-    @property
+    @cached_property
     def parameters(self) -> dict[str, Held]:
         """First name to parameter."""
         return {name: held for name, held in self.tensors.items() if held.info.kind == "parameter"}
+
+    def inside(self, modules: Collection[str]) -> dict[str, list[TensorInfo]]:
+        """The tensors that each of these modules, or one below it, holds under one of their names."""
+        found: dict[str, list[TensorInfo]] = {name: [] for name in modules}
+        for held in self.tensors.values():
+            around = {above: None for owner in held.info.owners for above in ancestors(owner)}
+            for name in around:
+                if name in found:
+                    found[name].append(held.info)
+        return found
 
     def digest(self) -> str:
         """A hash of all names, shapes, dtypes, `requires_grad` flags, ties and inner tensors."""

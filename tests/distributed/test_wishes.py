@@ -2,7 +2,9 @@
 
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +17,16 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
+from composer_dist.config.tensor_parallel import TPConfig
+from composer_dist.distributed import plan_parallelism
 from composer_dist.distributed.sharding.assign_units import assign
 from composer_dist.distributed.wishes import Request, Wishes
 from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.select import select, spell
 from composer_dist.structure.structure import read_structure
+from composer_dist.trainer.finetuning.schedule import Phase
+from composer_dist.trainer.finetuning.selection import select as select_phases
+from composer_dist.wording import HINTS
 from tests.kit import models
 from tests.kit.compare import fails
 from tests.kit.planning import BLOCKS, choose
@@ -90,6 +97,38 @@ def test_unmatched_rules_are_all_named_with_a_neighbor() -> None:
 
 
 @pytest.mark.promise(12)
+def test_each_rule_asks_each_module_once() -> None:
+    model, asked = models.B(), list[str]()
+
+    def is_a_block(name: str, module: nn.Module) -> bool:
+        asked.append(name)
+        return name in BLOCKS
+
+    def is_the_head(name: str, module: nn.Module) -> bool:
+        asked.append(name)
+        return name == "head"
+
+    choices = choose(model, Rule(is_a_block, shard=True), Rule([is_the_head, "embed"], shard=True))
+    assert [name for name, one in choices.units.items() if "rule" in one.reason] == ["embed", *BLOCKS, "head"]
+    assert asked == 2 * list(read_structure(model).modules)
+
+
+@pytest.mark.parametrize("kind", ["rules", "styles", "phases"])
+def test_only_the_first_unmatched_names_get_a_neighbor(kind: str) -> None:
+    names, model = [f"block.{number}" for number in range(20)], models.B()
+
+    styles = ParallelismConfig(mesh=MeshConfig(tp=2), tp=TPConfig(plan=dict.fromkeys(names, "colwise")))
+    calls: dict[str, Callable[[], object]] = {
+        "rules": lambda: choose(model, *(Rule(name, shard=True) for name in names)),
+        "styles": lambda: plan_parallelism(model, styles, world_size=2),
+        "phases": lambda: select_phases([Phase(params=names)], model).check(),
+    }
+    compare = mock.patch("difflib.get_close_matches", return_value=[])
+    with compare as compared, fails(ParallelismValueError, *map(repr, names)):
+        calls[kind]()
+    assert compared.call_count == HINTS
+
+
 def test_every_part_of_a_list_matches() -> None:
     match = ["layers.0", ["layer.1", "type:Mlpp", nn.Conv1d]]
     with pytest.raises(ParallelismValueError) as caught:

@@ -1,10 +1,13 @@
 """What a model holds, under which names, and what is shared."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from composer_dist.structure import structure as read
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import read_structure
 from tests.kit import models
@@ -27,6 +30,25 @@ def test_buffers_and_plain_attributes_are_listed() -> None:
     assert kinds["table"] == "buffer"
     assert kinds["scratch"] == "attribute"
     assert "table" not in read_structure(model).parameters
+
+
+def test_what_is_inside_of_modules_is_found_in_one_pass() -> None:
+    structure = read_structure(models.tied())
+    names = {
+        name: [info.name for info in inside] for name, inside in structure.inside(["head", "norm"]).items()
+    }
+    assert names == {"head": ["embed.weight"], "norm": ["norm.weight", "norm.bias"]}
+    assert list(structure.inside([""])[""]) == [held.info for held in structure.tensors.values()]
+    owners = sum(len(held.info.owners) for held in structure.tensors.values())
+    with mock.patch.object(read, "ancestors", wraps=ancestors) as counted:
+        structure.inside(list(structure.modules))
+    assert counted.call_count == owners
+
+
+def test_the_parameters_are_looked_up_once() -> None:
+    structure = read_structure(models.tied())
+    assert structure.parameters is structure.parameters
+    assert list(structure.parameters) == list(dict(models.tied().named_parameters()))
 
 
 def test_putting_keeps_ties() -> None:

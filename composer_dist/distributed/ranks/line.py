@@ -23,6 +23,9 @@ Key = tuple[str, tuple[int, ...]]
 MARGIN = timedelta(seconds=4)
 """How much longer than the first rank the others wait, so that its verdict on missing ranks arrives."""
 
+_PIECE = 4 << 20
+"""Bytes of a long text under one key: the store closes the connection over 8 MiB (torch 2.13)."""
+
 
 @dataclass
 class Line:
@@ -35,24 +38,38 @@ class Line:
     judged: int = 0
     """The number of the newest verdict that this process has written."""
     processes: dict[int, Identity | None] = field(default_factory=dict)
+    pieces: dict[str, int] = field(default_factory=dict)
+    """The keys of long texts that this process has written, each with the number of their pieces."""
 
     def read(self, key: str) -> Any:
         """What a rank has written; None if it has not written yet."""
         key = f"{self.prefix}/{key}"
         with asking():
-            return json.loads(self.store.get(key)) if self.store.check([key]) else None
+            return self._parsed(key, self.store.get(key)) if self.store.check([key]) else None
 
     def read_all(self, keys: Sequence[str]) -> list[Any] | None:
         """What ranks have written under all of these keys; None if something is missing."""
         names = [f"{self.prefix}/{key}" for key in keys]
         with asking():
-            found = self.store.multi_get(names) if self.store.check(names) else None
-        return None if found is None else [json.loads(text) for text in found]
+            if not self.store.check(names):
+                return None
+            return list(map(self._parsed, names, self.store.multi_get(names)))
+
+    def _parsed(self, name: str, text: bytes) -> Any:
+        if text.startswith(b"/"):  # instead of JSON, the number of its pieces
+            text = b"".join(self.store.get(f"{name}/{number}") for number in range(int(text[1:])))
+        return json.loads(text)
 
     def write(self, key: str, value: Any) -> None:
         """Write what this rank has to say, in JSON types."""
+        name, text = f"{self.prefix}/{key}", json.dumps(value)
+        starts = range(0, len(text), _PIECE)
         with asking():
-            self.store.set(f"{self.prefix}/{key}", json.dumps(value))
+            if len(starts) > 1:
+                for number, start in enumerate(starts):
+                    self.store.set(f"{name}/{number}", text[start : start + _PIECE])
+                self.pieces[key], text = len(starts), f"/{len(starts)}"
+            self.store.set(name, text)
 
     def write_verdict(self, verdict: Any) -> None:
         """For the first rank: what it has decided for all."""
@@ -66,6 +83,8 @@ class Line:
         with asking():
             for key in keys:
                 self.store.delete_key(f"{self.prefix}/{key}")
+                for number in range(self.pieces.pop(key, 0)):
+                    self.store.delete_key(f"{self.prefix}/{key}/{number}")
 
     def has_lost(self, rank: int) -> bool:
         """Whether the process of a rank is known to have ended."""

@@ -249,13 +249,13 @@ def _modules_around(info: TensorInfo, group: Draft, structure: Structure) -> Ite
 def plan_skippable(structure: Structure, wishes: Wishes, assignment: Assignment) -> Iterator[Skippable]:
     """The modules that rules with `skippable` allow ranks to skip."""
     homes = {name: group for group in assignment.groups for name in group.parameters}
-    for module, (how, source) in wishes.ruled("skippable").items():
+    skippable = wishes.ruled("skippable")
+    for module, inside in structure.inside(skippable).items():
+        how, source = skippable[module]
         units: dict[str | None, list[str]] = {}
-        for name, held in structure.parameters.items():
-            if not any(module in ancestors(owner) for owner in held.info.owners):
-                continue
+        for name in (info.name for info in inside if info.kind == "parameter"):
             unit = None if how == "replicate" else _unit_around(name, module, homes, assignment, source)
-            if held.info.requires_grad:
+            if structure.parameters[name].info.requires_grad:
                 units.setdefault(unit, []).append(name)
         yield from (Skippable(module, tuple(names), unit) for unit, names in units.items())
 

@@ -23,7 +23,7 @@ from composer_dist.structure.names import ancestors
 from composer_dist.structure.select import select, spell
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.parts import chunk
-from composer_dist.wording import near_miss
+from composer_dist.wording import HINTS, near_miss
 
 _CUDA_STATE = 16
 """Bytes of a CUDA generator's state: its seed and its offset."""
@@ -141,7 +141,7 @@ def _choose(
             for key, value in options.plan.items():
                 names, source = select(key, modules), f"TPConfig.plan[{key!r}]"
                 if not names:
-                    hint = near_miss(key, list(modules))
+                    hint = near_miss(key, modules) if len(unmatched) < HINTS else ""
                     unmatched.append(f"TPConfig.plan: no module matches {key!r}.{hint}")
                 style = as_style(value, source)
                 styled.update({structure.first[name]: Styled(style, source) for name in names})
@@ -274,15 +274,14 @@ def _size_faults(name: str, shape: tuple[int, ...], cut: Cut, size: int, ours: b
 
 def _of_torch(structure: Structure, styled: Mapping[str, Styled]) -> Iterator[str]:
     """Parameters that torch's style objects turn into DTensors: all those inside the module."""
+    of_torch = {
+        name: one
+        for name, one in styled.items()
+        if not isinstance(one.style, Style) and not type(one.style).__name__.startswith("PrepareModule")
+    }
     with Faults() as faults:
-        for name, one in styled.items():
-            if isinstance(one.style, Style) or type(one.style).__name__.startswith("PrepareModule"):
-                continue
-            below = [
-                held.info
-                for held in structure.tensors.values()
-                if any(name in ancestors(owner) for owner in held.info.owners)
-            ]
+        for name, below in structure.inside(of_torch).items():
+            one = of_torch[name]
             buffers = [info.name for info in below if info.kind == "buffer"]
             if buffers and not isinstance(one.style, SequenceParallel):
                 faults.append(

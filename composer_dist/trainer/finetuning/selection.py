@@ -13,7 +13,7 @@ from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.errors import Faults, ParallelismValueError
 from composer_dist.structure.select import matching
 from composer_dist.trainer.finetuning.schedule import REST, Phase
-from composer_dist.wording import listed, near_miss
+from composer_dist.wording import HINTS, listed, near_miss
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class _NamedParameters:
             parts = name.split(".")
             for end in range(1, len(parts) + 1):
                 self._owners.setdefault(".".join(parts[:end]), set()).add(first)
+        self._unknown = 0
         self.trainable = {name for name, parameter in self.first.items() if parameter.requires_grad}
         self.frozen = len(self.first) - len(self.trainable)
 
@@ -118,9 +119,9 @@ class _NamedParameters:
         else:
             found = self._owners.get(entry, set())
         if not found:
-            raise ParallelismValueError(
-                f"{entry!r} matches no parameter, and no module that has any.{near_miss(entry, self._owners)}"
-            )
+            self._unknown += 1
+            hint = near_miss(entry, self._owners) if self._unknown <= HINTS else ""
+            raise ParallelismValueError(f"{entry!r} matches no parameter, and no module that has any.{hint}")
         if not found & self.trainable:
             raise ParallelismValueError(
                 f"{entry!r} matches only frozen parameters ({listed(sorted(found))}). Leave freezing to the "

@@ -244,19 +244,32 @@ def dying(victim: int) -> tuple[type, str]:
 
 @on_ranks(2)
 def test_the_store_does_not_grow() -> None:
-    agreement, store = Agreement(), Agreement().place()[0]
-
-    def keys() -> int:
-        dist.barrier()
-        count = store.num_keys()
-        dist.barrier()
-        return count
-
+    agreement = Agreement()
     agreement.reach("warm up", None)
     before = keys()
     for number in range(20):
         assert agreement.reach("a step", number, sum) == 2 * number
     assert keys() <= before + 2
+
+
+@on_ranks(2)
+def test_findings_and_verdicts_may_be_longer_than_what_the_store_takes() -> None:
+    agreement, long = Agreement(), 9 << 20
+    agreement.reach("warm up", None)
+    before = keys()
+    mine = str(dist.get_rank()) * long
+    found = agreement.reach("a step", mine, lambda texts: [len(texts[0]), texts[1]])
+    assert found == [long, "1" * long]
+    assert agreement.reach("the next step", 1, sum) == 2
+    assert keys() <= before + 2
+
+
+def keys() -> int:
+    """How many there are in the store."""
+    dist.barrier()
+    count: int = Agreement().place()[0].num_keys()
+    dist.barrier()
+    return count
 
 
 @pytest.mark.parametrize("fails", [False, True])
