@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from composer_dist._torch.data_writes import read_data
 from composer_dist._torch.gathered import is_changed_view, is_gathered
@@ -106,16 +107,30 @@ def refuse_lost_writes(to_view: str, at_once: str, to_data: str, to_share: str, 
             raise ParallelismRuntimeError(to_view)
         if op in _FILLS and _is_cut(written, on_any_device="out" in kwargs):
             raise ParallelismRuntimeError(at_once.format(op.overloadpacket.__name__))
-        result = run(op, args, kwargs, write)
+        try:
+            result = run(op, args, kwargs, write)
+        except RuntimeError as error:
+            if not many or "got mixed" not in str(error):
+                raise
+            for its in _alike(many, args):
+                result = run(op, its, kwargs, write)
         if many:  # which torch counts for other tensors only
             torch.autograd.graph.increment_version([one for one in many if not one.is_inference()])
         return result
+
+    def write_by_index(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _is_gathered(args[0]):
+            raise ParallelismRuntimeError(to_view)
+        if not _is_cut(args[0], on_any_device=True):
+            return run(op, args, kwargs, write_by_index)
+        _write_part(op, *args, **kwargs)  # torch refuses most, and index_copy_ makes another layout of it
+        return args[0]
 
     def send(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise ParallelismRuntimeError(to_send.format(op.overloadpacket.__name__.rstrip("_")))
 
     handlers.update(dict.fromkeys(_PARTS, part) | dict.fromkeys(_SENDS, send))
-    handlers.update(dict.fromkeys(_FILLS | _MANY, write))
+    handlers.update(dict.fromkeys(_FILLS | _MANY, write) | dict.fromkeys(_BY_INDEX, write_by_index))
     setattr(DTensor, "data", property(read_data, _refusing(to_data)))  # noqa: B010 - mypy knows its type
     setattr(DTensor, "share_memory_", _refusing(to_share))  # noqa: B010
 
@@ -161,6 +176,60 @@ def is_changed_part(error: RuntimeError) -> bool:
     return bool(_counted) and is_changed_view(error)
 
 
+def _alike(written: Sequence[Any], args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Arguments for sharded tensors and for whole ones, which torch does not take in one call."""
+    lists = [isinstance(one, (list, tuple)) and len(one) == len(written) for one in args]
+    for is_sharded in {isinstance(one, DTensor) for one in written}:
+        chosen = [isinstance(one, DTensor) is is_sharded for one in written]
+        yield tuple(
+            list(compress(one, chosen)) if is_list else one for one, is_list in zip(args, lists, strict=True)
+        )
+
+
+def _write_part(op: Any, tensor: DTensor, *args: Any, **kwargs: Any) -> None:
+    """Write by a mask or by indices into this rank's part of a sharded tensor what the rank has of it.
+
+    Masks, indices and values are the same on all ranks, as without sharding. Except for one value at a mask,
+    the operation runs on whole tensors of zeros and of ones, which show what it writes, and where.
+    """
+    part: Any = tensor._local_tensor
+    kind, adds = op.overloadpacket, op.overloadpacket in _ADDS
+    mask, value = None, None
+    if kind is _aten.masked_fill_:
+        mask, value = args
+    elif kind is _aten.index_put_:
+        indices, value = args[:2]
+        adds = kwargs.get("accumulate", args[2] if len(args) > 2 else False)
+        if len(indices) == 1 and indices[0].dtype is torch.bool and value.numel() == 1 and not adds:
+            mask, value = indices[0], value.reshape(())
+    if mask is not None:
+        mask = mask.reshape((*mask.shape, *[1] * (tensor.ndim - mask.ndim))) if op in _PREFIXED else mask
+        part.masked_fill_(_part_of(mask.expand(tensor.shape), tensor), _whole(value))
+        return
+    args, kwargs = tuple(map(_whole, args)), {key: _whole(one) for key, one in kwargs.items()}
+    zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=part.device)
+    low = op(zeros, *args, **kwargs)
+    if adds:
+        part.add_(_part_of(low, tensor))
+        return
+    written = low.isnan().logical_or_(low == op(torch.ones_like(low), *args, **kwargs))
+    part.copy_(torch.where(_part_of(written, tensor), _part_of(low, tensor), part))
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_whole(one) for one in value]
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _part_of(tensor: Any, like: DTensor) -> Any:
+    """What a rank has of a tensor that is sharded like another; of a whole one without communication."""
+    if not isinstance(tensor, DTensor):
+        whole = [Replicate()] * like.device_mesh.ndim
+        tensor = DTensor.from_local(tensor.contiguous(), like.device_mesh, whole, run_check=False)
+    return tensor.redistribute(placements=like.placements)._local_tensor
+
+
 def _is_gathered(tensor: Any) -> bool:
     base = tensor._base if isinstance(tensor, DTensor) else None
     return isinstance(base, DTensor) and storage_key(base._local_tensor) != storage_key(tensor._local_tensor)
@@ -189,6 +258,16 @@ _FILLS = frozenset(
     for name in f"{_RANDOM} rand_like randn_like randint_like eye arange linspace randperm rand randn".split()
     for packet in [getattr(_aten, name)]
     for overload in packet.overloads()
+)
+_PREFIXED = (_aten.index_put_.default,)
+"""A mask of the first dimensions; in the others, one of the last."""
+_ADDS = frozenset((_aten.index_add_, _aten.scatter_add_))
+_BY = "index_put_ index_copy_ index_fill_ put_ scatter_ masked_fill_ masked_scatter_ triu_ tril_"
+_BY_INDEX = frozenset(
+    getattr(packet, overload)
+    for packet in [*(getattr(_aten, name) for name in _BY.split()), *_ADDS]
+    for overload in packet.overloads()
+    if "out" not in overload
 )
 _MANY = frozenset(
     getattr(packet, overload)

@@ -237,6 +237,8 @@ class _SecondOrder:
     def pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         groups = self._groups
         register_gathered(groups)
+        for group in groups:
+            group._composer_dist_synchronizes = group.reduce_grads and group.all_reduce_grads
         if torch.is_grad_enabled() and self._reshard is None:
             self._reshard = [group.reshard_after_backward for group in groups]
             self._set([False] * len(groups))

@@ -105,6 +105,13 @@ def _get_grad(tensor: DTensor) -> Any:
             and param.sharded_param is tensor
             and current_backward() == -1
         ):
+            if getattr(kept[2](), "_composer_dist_synchronizes", False):
+                raise ParallelismRuntimeError(
+                    f"The gradient of {param._param_fqn} came after those of its unit were reduced over the "
+                    "ranks: a part of the unit's forward ran in another thread, and autograd does not keep "
+                    "the order of operations of several threads. Run the forward of a unit in one thread, or "
+                    "leave what runs in another whole: Rule(..., shard=False)."
+                )
             raise ParallelismRuntimeError(
                 f"The gradient of {param._param_fqn} is not reduced over the ranks yet, because the last "
                 "backward was inside of no_sync. Read or change .grad after a backward outside of it."

@@ -1,13 +1,15 @@
 """What the plans of all features have in common."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
-from composer_dist.structure.structure import TensorInfo
+from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.structure import Structure, TensorInfo
+from composer_dist.wording import listed
 
 Moment = Literal[
     "start-up",
@@ -160,3 +162,18 @@ def in_plain_types(value: Any) -> Any:
     if repr(value) == object.__repr__(value):  # its repr has an address, which differs by rank
         return [type(value).__name__, in_plain_types(vars(value))]
     return str(value)
+
+
+def refuse_compiled(structure: Structure, owners: Iterable[str]) -> None:
+    """Refuse to cut the parameters of modules that torch.jit has scripted or traced.
+
+    Raises:
+        ParallelismValueError: names the modules.
+    """
+    modules = structure.modules
+    if found := [name for name in dict.fromkeys(owners) if isinstance(modules[name], torch.jit.ScriptModule)]:
+        raise ParallelismValueError(
+            f"{listed(found)}: torch.jit has compiled what computes with their parameters, so nothing can "
+            "cut or gather these. Leave the modules whole, with Rule(..., shard=False) and without a "
+            "tensor-parallel style; use DDP; or compile with compile=True instead."
+        )

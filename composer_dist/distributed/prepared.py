@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composer_dist import _torch
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks import process_group
@@ -167,6 +168,21 @@ def check_usable(thing: nn.Module | Optimizer) -> None:
     raise ParallelismRuntimeError(
         "This model is unusable, because its preparation failed halfway; build a new one. "
         f"The cause: {found.unusable}"
+    )
+
+
+def refuse_copy(kind: type[nn.Module]) -> None:
+    """Have deep copies of models whose class FSDP2 or DDP has made refused, with the remedy."""
+    setattr(kind, "__deepcopy__", _refuse_copy)  # noqa: B010 - mypy knows no such method
+
+
+def _refuse_copy(module: nn.Module, memo: object = None) -> None:
+    raise ParallelismRuntimeError(
+        f"A prepared {_torch.original_class(type(module)).__name__} cannot be copied (copy.deepcopy, "
+        "AveragedModel), because torch's hooks and process groups belong to the one that was prepared. Copy "
+        "the model, or make its AveragedModel, before the preparation, and prepare both alike: "
+        "parallelize_model(model, config), parallelize_model(averaged.module, config). Its values are in "
+        "full_model_state(model)."
     )
 
 

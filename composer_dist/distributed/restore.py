@@ -40,7 +40,8 @@ class _ModuleThen:
             if key not in _REGISTERED and not isinstance(value, (Tensor, Prepared))
         }
         for name in _HELD:
-            values.update({(name, key): value for key, value in own[name].items()})
+            held = own.get(name, {})  # torch.jit keeps them elsewhere
+            values.update({(name, key): value for key, value in held.items()})
         return cls(type(module), _copied(of(module)), values)
 
 

@@ -16,19 +16,26 @@ from torch.optim import Optimizer
 from composer_dist import _torch
 
 
-def tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a module's output, including those in mappings and dataclasses."""
+def tensors_in(output: Any, above: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
+    """The tensors in a module's output, including those in mappings and dataclasses.
+
+    Args:
+        above: the ids of the containers that `output` is in; a container may contain itself.
+    """
     if isinstance(output, torch.Tensor):
         yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors_in(value)
+        return
+    if isinstance(output, Mapping):
+        values: Iterable[Any] = output.values()
     elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from tensors_in(value)
+        values = output
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for field in dataclasses.fields(output):
-            yield from tensors_in(getattr(output, field.name))
+        values = (getattr(output, field.name) for field in dataclasses.fields(output))
+    else:
+        return
+    if id(output) not in above:
+        for value in values:
+            yield from tensors_in(value, (*above, id(output)))
 
 
 def named_tensors(batch: Any) -> list[tuple[str, Tensor]]:
@@ -196,22 +203,29 @@ class Rejoined:
                 _fill(container, before | (container - put))
 
 
-def with_plain_containers(data: Any, depth: int = 0) -> Any:
+def with_plain_containers(data: Any, above: tuple[int, ...] = ()) -> Any:
     """`data` with dicts and lists in place of dataclasses and of dicts and lists of other classes.
 
-    Torch copies a container by calling its class, which may take other arguments or have side effects.
+    Torch copies a container by calling its class, which may take other arguments or have side effects. And it
+    looks into a container that contains itself without end; inside of itself it is None here.
+
+    Args:
+        above: the ids of the containers that `data` is in.
     """
-    if type(data) in _LEAVES or isinstance(data, Tensor) or depth > _DEPTH:
+    if type(data) in _LEAVES or isinstance(data, Tensor) or len(above) > _DEPTH:
         return data
+    if id(data) in above:
+        return None
+    above = *above, id(data)
     if isinstance(data, dict):
-        copy: Any = {key: with_plain_containers(value, depth + 1) for key, value in data.items()}
+        copy: Any = {key: with_plain_containers(value, above) for key, value in data.items()}
         same = all(map(operator.is_, copy.values(), data.values()))
     elif isinstance(data, (list, tuple)):
-        copy = [with_plain_containers(value, depth + 1) for value in data]
+        copy = [with_plain_containers(value, above) for value in data]
         same = all(map(operator.is_, copy, data))
         copy = tuple(copy) if isinstance(data, tuple) else copy
     elif dataclasses.is_dataclass(data) and not isinstance(data, type):
-        return {name: with_plain_containers(getattr(data, name), depth + 1) for name in _set_fields(data)}
+        return {name: with_plain_containers(getattr(data, name), above) for name in _set_fields(data)}
     else:
         return data
     return data if same and (isinstance(data, tuple) or type(data) in (dict, list)) else copy
@@ -219,7 +233,7 @@ def with_plain_containers(data: Any, depth: int = 0) -> Any:
 
 def replace_tensors(fn: Callable[[Tensor], Tensor], data: Any) -> Any:
     """`data` with `fn(tensor)` for its tensors; in its mutable containers, whoever holds them."""
-    return Rejoined().rejoin(data, _torch.apply_to_tensors(fn, data))
+    return Rejoined().rejoin(data, _torch.apply_to_tensors(fn, with_plain_containers(data)))
 
 
 def copied(data: Any, known: dict[int, Any] | None = None) -> Any:

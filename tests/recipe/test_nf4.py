@@ -18,6 +18,26 @@ class Transposed(nn.Linear):
         return x @ self.weight.T
 
 
+class Mixer(nn.Module):
+    """Computes with the weight of a layer itself, as Mamba's mixers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.to(self.inner.weight.dtype)) @ self.outer.weight
+
+
+def test_a_weight_that_another_module_computes_with_stays_with_a_warning() -> None:
+    model = nn.Sequential(Mixer())
+    with pytest.warns(UserWarning, match="NF4 leaves 0.outer as they are"):
+        nf4.quantize(model)
+    assert type(model[0].outer.weight) is nn.Parameter
+    assert type(model[0].inner.weight.data).__name__ == "NF4Tensor"
+    assert model(torch.ones(2, 128)).shape == (2, 128)
+
+
 def test_a_weight_of_another_size_is_refused() -> None:
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 100))
     words = r"NF4 needs weights with a multiple of 16384 elements; 1 have .*, such as 1 of \(100, 128\)"

@@ -4,6 +4,7 @@ import contextlib
 import sys
 from collections.abc import Set
 from dataclasses import dataclass, field
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -52,6 +53,13 @@ def explain(error: RuntimeError, module: nn.Module) -> None:
             "transform) in its forward, which torch does not support. Leave the module out of activation "
             "checkpointing, or call torch.autograd.grad instead."
         )
+    frames = extract_tb(error.__traceback__) if isinstance(error, RecursionError) else ()
+    if any("_pytree" in frame.filename for frame in frames):
+        raise ParallelismRuntimeError(
+            f"A {type(module).__name__} that is recomputed is handed a container that contains itself, which "
+            "torch's checkpoint searches without end. Remove the reference, or leave the module out of "
+            "activation checkpointing."
+        ) from error
 
 
 @dataclass

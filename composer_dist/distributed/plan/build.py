@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from composer_dist.distributed.activations import plan as activations
 from composer_dist.distributed.compiling import plan as compiling
 from composer_dist.distributed.context_parallelism import plan as context_parallelism
+from composer_dist.distributed.feature_plan import refuse_compiled
 from composer_dist.distributed.optimizers.check import check_optimizers
 from composer_dist.distributed.plan.decisions import Delivery, ModulePlan, Subject
 from composer_dist.distributed.plan.plan import ParallelPlan
@@ -59,6 +60,8 @@ def build_plan(structure: Structure, request: Request, sizes: Mapping[str, int])
     whole = shards or replica
     assert whole is not None
     _check_modules(structure, whole.plain, sizes)
+    sharded = [held.info for name, held in structure.parameters.items() if name not in whole.plain]
+    refuse_compiled(structure, (owner for info in sharded for owner in info.owners))
     check_optimizers(request.optimizers, structure, whole.plain, sizes)
     own = request.mesh if isinstance(request.mesh, DeviceMesh) else None
     warnings = [*wishes.warnings, *whole.warnings, *idle, *(compiled.warnings if compiled else ())]

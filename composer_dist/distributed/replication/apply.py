@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from composer_dist.distributed.before_steps import before_every_step
 from composer_dist.distributed.forwards import call_through
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.prepared import record
+from composer_dist.distributed.prepared import record, refuse_copy
 from composer_dist.distributed.replication.batch_norm import convert_sync_batch_norm
 from composer_dist.distributed.replication.plan import ReplicaPlan
 from composer_dist.distributed.replication.reducer import Replica, replica_of
@@ -37,6 +37,7 @@ def arm(structure: Structure, plan: ReplicaPlan, mesh: Mesh, optimizers: Sequenc
         ignored=[structure.tensors[name].get() for name in plan.ignored],
         mesh=mesh,
     )
+    refuse_copy(type(model))
     call_through(model, plan.forward_methods)
     before_every_step(replica, Replica.check_of)
     ends = record(model).ends

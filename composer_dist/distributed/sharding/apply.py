@@ -14,18 +14,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import ParametrizationList
 
 from composer_dist import _torch
 from composer_dist.distributed.forwards import call_through, is_compiled
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.prepared import record
 from composer_dist.distributed.sharding.buffers import FollowBuffers
-from composer_dist.distributed.sharding.calls import Calls, refused
+from composer_dist.distributed.sharding.calls import Calls
 from composer_dist.distributed.sharding.check_order import check_call_order
+from composer_dist.distributed.sharding.explain import refused
 from composer_dist.distributed.sharding.generation import check_generation
 from composer_dist.distributed.sharding.hooks import (
     normalize_in_own_dtype,
     own_outputs,
+    parametrize_in_own_dtype,
     reshard_after_evaluation,
 )
 from composer_dist.distributed.sharding.plan import ShardingPlan, Unit
@@ -140,8 +143,8 @@ def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
         single = isinstance(module, FSDPModule) and len(unit.modules) == 1
         if single and unit.reshard_after_forward is not True:
             reshard_after_evaluation(module)  # type: ignore[arg-type]
-        if mesh.device_type == "cpu" and unit.mp_policy.param_dtype is not None:
-            _cast_batch_norms(structure, unit)
+        if unit.mp_policy.param_dtype is not None:
+            _compute_in_own_dtype(structure, unit, mesh.device_type)
     if mesh.fsdp is None:
         return
     check_generation(structure.modules[""])
@@ -151,12 +154,16 @@ def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
         check_call_order(units)
 
 
-def _cast_batch_norms(structure: Structure, unit: Unit) -> None:
-    for name in unit.parameters:
-        for place in structure.tensors[name].places:
-            norm = place.module
-            if isinstance(norm, _torch.AnyBatchNorm) and norm.running_mean is not None:
-                normalize_in_own_dtype(norm)
+def _compute_in_own_dtype(structure: Structure, unit: Unit, device_type: str) -> None:
+    """Have what computes with buffers, which FSDP2 does not cast, do so in their dtype."""
+    owners = [place.module for name in unit.parameters for place in structure.tensors[name].places]
+    for owner in dict.fromkeys(owners):
+        is_norm = isinstance(owner, _torch.AnyBatchNorm) and owner.running_mean is not None
+        if is_norm and device_type == "cpu":
+            normalize_in_own_dtype(owner)
+        elif isinstance(owner, ParametrizationList):
+            for parametrization in owner:
+                parametrize_in_own_dtype(parametrization)
 
 
 def average_plain(

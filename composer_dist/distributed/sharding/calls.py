@@ -7,15 +7,11 @@ drops the gathered parameters after forward, with whatever forward has written i
 """
 
 import functools
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from traceback import walk_stack, walk_tb
-from types import FrameType, FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +21,16 @@ from torch.distributed.tensor import DTensor
 from composer_dist import _torch
 from composer_dist.distributed import forwards
 from composer_dist.distributed.sharding.attributes import Attributes, own_modules
+from composer_dist.distributed.sharding.explain import (
+    changed_in_forward,
+    explain_methods,
+    explained,
+    used_outside,
+)
 from composer_dist.distributed.sharding.hooks import without_view
 from composer_dist.distributed.training.changes import Before, Watch, is_power_of_two
 from composer_dist.errors import ParallelismRuntimeError
-from composer_dist.structure.names import ancestors, canonical_name, child_name
 from composer_dist.tensors.nested import Rejoined, everything_in, with_plain_containers
-from composer_dist.wording import listed
 
 
 @dataclass
@@ -76,13 +76,12 @@ class Calls:
         forwards.add(self._module, forwards.Layer.CALL, self._through_call)
         # a copy of a part has the same hook
         _torch.before_calls_while_sharded(self._module, torch.compiler.disable(self._refuse_part))
-        _names[self._module] = self._name
-        _explain_methods(type(self._module))  # type: ignore[arg-type]
+        explain_methods(self._name, self._module)
 
     def _through_call(self, module: nn.Module, forward: forwards.Forward) -> forwards.Forward:
         """A forward that goes through a call, and so FSDP2's hooks, if it is not in one already."""
 
-        @_explained
+        @explained
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._calls:
                 return forward(*args, **kwargs)
@@ -100,8 +99,7 @@ class Calls:
         if _torch.gathered_params(self._params):
             _torch.gather_for_call(self._module, part)
         elif _torch.current_backward() == -1 and any(isinstance(one, DTensor) for one in own):
-            inside = _inside((frame for frame, _ in walk_stack(inspect.currentframe())))[::-1]
-            raise _used_sharded(part, self._name, _names_in(self._module), inside)
+            raise used_outside(part, self._module)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not _torch.units_take_transforms and _torch.is_transforming():
@@ -220,126 +218,8 @@ class Calls:
                     raise ParallelismRuntimeError(
                         f"{key} of a {type(module).__name__} in {self._name or 'the root'} was put into the "
                         "model after the preparation, so its gradient would not be averaged over the ranks. "
-                        "Put it in before, or freeze it."
+                        "Put it in (prune or parametrize the module) before, or freeze it."
                     )
-
-
-def _explain(error: RuntimeError, module: nn.Module) -> None:
-    """Raise an error of this library if torch's is about sharded parameters, used by a unit or saved."""
-    if "invalid python storage" in str(error):  # of safetensors
-        remedy = "To save them, call export_pretrained(model, path) on all ranks."
-        raise ParallelismRuntimeError(f"The parameters are sharded. {remedy}") from error
-    if "got mixed torch.Tensor and DTensor" not in str(error) or _torch.current_backward() != -1:
-        return  # in a backward, a recomputed block: see `refused`
-    names = _names_in(module)
-    inside = _inside(frame for frame, _ in walk_tb(error.__traceback__))
-    if not inside or inside[-1][1] not in names:
-        return  # a call further out knows the name
-    reader = names[inside[-1][1]]
-    units = {names[one]: one for one in module.modules() if isinstance(one, FSDPModule)}
-    if (unit := next((above for above in ancestors(reader) if above in units), None)) is None:
-        return
-    params = _torch.fsdp_params(units[unit])
-    if not params or any(_torch.gathered_param(param) is not None for param in params):
-        raise ParallelismRuntimeError(
-            f"{reader or 'The root'} used sharded parameters of another unit: FSDP2 gathers them in calls of "
-            "their own unit only. Call that, or leave it whole: Rule(..., shard=False)."
-        ) from error
-    raise _used_sharded(inside[-1][1], unit, names, inside) from error
-
-
-def _used_sharded(
-    reader: nn.Module, unit: str, names: Mapping[nn.Module, str], inside: Sequence[tuple[str, nn.Module]]
-) -> ParallelismRuntimeError:
-    """The error for a module of a unit that was used outside of the unit's calls."""
-    methods = [method for method, one in inside if names.get(one) == unit and hasattr(type(one), method)]
-    other = next((one for one in reversed(methods) if one != "forward" and not one.startswith("_")), None)
-    if reader not in names:
-        remedy = "A copy is gathered by none: make it inside of summon_full_params(model, writeback=False)."
-    elif other is None:
-        remedy = f"Call that, or leave the part whole: Rule({names[reader]!r}, shard=False)."
-    else:
-        remedy = (
-            "Call that, not a part of it; another method than forward needs "
-            f"ParallelismConfig(forward_methods=[{other!r}])."
-        )
-    name = names.get(reader, f"A copy of a {type(reader).__name__}")
-    return ParallelismRuntimeError(
-        f"{name or 'The root'} was used while its parameters are sharded: FSDP2 gathers them in calls of "
-        f"{unit or 'the root'} only. {remedy}"
-    )
-
-
-def _names_in(unit: nn.Module) -> dict[nn.Module, str]:
-    name, found = _names.get(unit, ""), ((one, canonical_name(inner)) for inner, one in unit.named_modules())
-    return {one: child_name(name, inner) if inner else name for one, inner in found}
-
-
-def _inside(frames: Iterable[FrameType]) -> list[tuple[str, nn.Module]]:
-    """The functions that run with a module as their first argument, and the module."""
-    selves = ((frame.f_code.co_name, next(iter(frame.f_locals.values()), None)) for frame in frames)
-    return [(name, one) for name, one in selves if isinstance(one, nn.Module)]
-
-
-_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""The name of each module of a unit, for `_explain`."""
-
-
-@functools.cache
-def _explain_methods(kind: type[nn.Module]) -> None:
-    """Have the public methods of a sharded module's class, which torch has made, explain torch's errors."""
-    bases = [base for base in _torch.original_class(kind).__mro__ if base not in nn.Module.__mro__]
-    methods = {name: method for base in reversed(bases) for name, method in vars(base).items()}
-    for name, method in methods.items():
-        if isinstance(method, FunctionType) and not name.startswith("_") and not hasattr(nn.Module, name):
-            setattr(kind, name, _explained(method))
-
-
-def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forwards.call_explained(_explain, self, method, self, *args, **kwargs)
-
-    return call
-
-
-def refused(error: RuntimeError) -> str | None:
-    """The message for a backward that needs a parameter that FSDP2 has freed, or that has changed."""
-    name, is_freed = _torch.refused_parameter(error) or ("a parameter", None)
-    if is_freed is None and "got mixed torch.Tensor and DTensor" in str(error):  # in a recomputed block too
-        return (
-            "Backward mixed sharded and whole tensors. Call full_tensor() on a penalty on sharded parameters "
-            "before you add it to the loss. A loss that a forward computes from its parameters must be "
-            "returned, or set as an attribute of the module, because FSDP2 frees them after the forward."
-        )
-    if is_freed is None and "out of bounds for storage of size 0" in str(error):
-        is_freed = True
-    freed = (
-        f"Backward needs {name}, which FSDP2 has freed: a loss was computed from it in forward, and "
-        "kept where nothing shows it (in a global list, for example). Return the loss from the "
-        "module's forward, or set it as an attribute of the module. If it holds a gradient that was taken "
-        "with create_graph=True, run the model's other forwards before that is taken."
-    )
-    changed = (
-        f"Backward needs {name} as forward found it, but it has changed since (by a step of the optimizer, "
-        "for example). Call backward() before the step, or run forward again after it."
-    )
-    if is_freed is None:
-        return f"{freed} Or else: {changed}" if _torch.is_refused_view(error) else None
-    return freed if is_freed else changed
-
-
-def changed_in_forward(name: str, module: nn.Module, parameters: Sequence[str]) -> str:
-    """The message for a forward that changes parameters.
-
-    Such a change is lost, or differs from rank to rank, in every way of training on several ranks.
-    """
-    return (
-        f"The forward of {name or 'the root'} ({_torch.original_class(type(module)).__name__}) changed "
-        f"{listed(parameters)} in place, which is lost when FSDP2 frees the gathered copy, and would "
-        "differ from rank to rank. Make what forward updates a buffer (register_buffer), or update the "
-        "parameter after the optimizer's step, inside of summon_full_params(model, writeback=True)."
-    )
 
 
 def _is_stray(tensor: Tensor, call: _Call, seen: set[int]) -> bool:

@@ -79,6 +79,22 @@ def _in_own_dtype(norm: Any, forward: Callable[..., Any], *args: Any, **kwargs: 
         norm._parameters.update(gathered)
 
 
+def parametrize_in_own_dtype(parametrization: nn.Module) -> None:
+    """Have a parametrization compute in the dtype of its buffers (spectral_norm's vectors), as autocast does.
+
+    FSDP2 gathers the parameter in a low dtype, but not the buffers. The result has the parameter's dtype.
+    """
+    if any(one.is_floating_point() for one in parametrization.buffers()):
+        wrap = functools.partial(functools.partial, _through_own_dtype)
+        forwards.add(parametrization, forwards.Layer.PARTS, wrap)
+
+
+def _through_own_dtype(parametrization: Any, forward: Callable[..., Any], *gathered: torch.Tensor) -> Any:
+    dtype = next(one.dtype for one in parametrization.buffers() if one.is_floating_point())
+    own: torch.Tensor = forward(*(one.to(dtype) if one.is_floating_point() else one for one in gathered))
+    return own.to(gathered[0].dtype)
+
+
 _gathered: ContextVar[bool] = ContextVar("gathered", default=False)
 
 

@@ -10,7 +10,14 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from composer_dist.config.tensor_parallel import TPConfig
-from composer_dist.distributed.feature_plan import FeaturePlan, Rank, StepEvent, Transfer, sent_along
+from composer_dist.distributed.feature_plan import (
+    FeaturePlan,
+    Rank,
+    StepEvent,
+    Transfer,
+    refuse_compiled,
+    sent_along,
+)
 from composer_dist.distributed.tensor_parallel.adapters import with_adapters
 from composer_dist.distributed.tensor_parallel.heads import Division, plan_divisions
 from composer_dist.distributed.tensor_parallel.infer import infer_styles
@@ -92,6 +99,7 @@ def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> Tens
             "tp=TPConfig(plan='auto'), or styles by TPConfig(plan={...}) or Rule(tp=...)."
         )
     styled = _with_ties(structure, _choose(structure, options, asked))
+    refuse_compiled(structure, styled)
     if options.sequence_parallel:
         styled = with_sequence_parallel(structure, styled)
     logits = _keep_logits_cut(structure, styled) if options.loss_parallel else None

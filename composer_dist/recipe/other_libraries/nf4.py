@@ -1,5 +1,9 @@
 """Frozen weights in 4 bits below an adapter: QLoRA (arXiv:2305.14314), by torchao's NF4."""
 
+import inspect
+import re
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -7,6 +11,8 @@ from torch import nn
 
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.families import quiet_imports
+from composer_dist.structure.names import child_name
+from composer_dist.wording import listed
 
 _BLOCK, _SCALES = 64, 256
 """Elements in a block, and blocks in a scaler block; the paper's."""
@@ -15,7 +21,8 @@ _BLOCK, _SCALES = 64, 256
 def quantize(model: nn.Module) -> None:
     """Makes the weights of the blocks' linear layers NF4 and frozen, in place, on meta too.
 
-    The head stays as it is: it is often tied to the embedding, and costs little.
+    The head stays as it is: it is often tied to the embedding, and costs little. So do, with a
+    warning, layers whose weights another module computes with, as Mamba's mixers do: that has no NF4.
 
     Raises:
         ParallelismRuntimeError: torchao is not installed.
@@ -28,6 +35,13 @@ def quantize(model: nn.Module) -> None:
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear) and layer is not untouched
     }
+    kept = [name for name in _used_by_others(model) if linears.pop(name, None) is not None]
+    if kept:
+        warnings.warn(
+            f"NF4 leaves {listed(kept, 3)} as they are: the module that they are in computes with their "
+            "weights itself.",
+            stacklevel=2,
+        )
     if own := [name for name, layer in linears.items() if type(layer).forward is not nn.Linear.forward]:
         raise ParallelismValueError(
             f"NF4 needs layers with the forward of nn.Linear; {len(own)} have their own, such as {own[0]}, a "
@@ -45,6 +59,25 @@ def quantize(model: nn.Module) -> None:
         dense = torch.zeros(weight.shape, dtype=weight.dtype) if weight.is_meta else weight
         small = nn.Parameter(nf4.from_tensor(dense, _BLOCK, _SCALES), requires_grad=False)
         layer.weight = nn.Parameter(small.to("meta"), requires_grad=False) if weight.is_meta else small
+
+
+def _used_by_others(model: nn.Module) -> Iterator[str]:
+    """The layers of which the code of their parent uses the weight, and not only its dtype, say."""
+    codes: dict[type, str] = {}
+    for above, module in model.named_modules():
+        if type(module) not in codes:
+            codes[type(module)] = _code(type(module))
+        for key, _ in module.named_children():
+            used = rf"self\.{key}\.weight\b(?!\.(?:dtype|device|shape)\b)(?!, torch\.Tensor\))"
+            if re.search(used, codes[type(module)]):
+                yield child_name(above, key)
+
+
+def _code(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):  # typed at a prompt
+        return ""
 
 
 def _nf4() -> Any:

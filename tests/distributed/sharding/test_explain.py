@@ -1,0 +1,243 @@
+"""What torch says about sharded parameters and dtypes, in words that name the module and the remedy."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.replicate import DDPConfig
+from composer_dist.config.rule import Rule
+from composer_dist.config.tensor_parallel import TPConfig
+from composer_dist.distributed import parallelize_model, unparallelize_model
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from tests.kit.compare import close, fails, grads, weights
+from tests.kit.world import on_ranks
+
+pytestmark = pytest.mark.promise(104)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(4, 4).triu())
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.mask
+
+
+def masked(linear: nn.Linear) -> nn.Module:
+    parametrize.register_parametrization(parametrizations.spectral_norm(linear), "weight", Masked())
+    return linear
+
+
+@pytest.mark.parametrize("of", [parametrizations.spectral_norm, parametrizations.orthogonal, masked])
+@on_ranks(2)
+def test_a_parametrization_with_buffers_in_low_precision_is_that_of_autocast(of: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(of(nn.Linear(4, 4)), nn.Tanh()) for _ in range(2)), nn.Linear(4, 1))
+    alone = copy.deepcopy(model)
+    parallelize_model(model, ParallelismConfig(), precision="amp_bf16")
+    x = torch.randn(8, 4)
+    for one in (model, alone):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = one(x)
+        out.float().square().mean().backward()
+    expected = {name: one.grad for name, one in alone.named_parameters()}
+    close(grads(model), expected, rtol=0.05, atol=2e-3)
+    close(dict(model.named_buffers()), dict(alone.named_buffers()), rtol=0.05, atol=0.02)
+    unparallelize_model(model)
+    assert all("forward" not in vars(one) for one in model.modules())
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + self.table)
+
+
+class Cyclic(nn.Module):
+    """Its state contains itself, and every block writes into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Filled(), Filled()])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        state: dict[str, Any] = {"x": x, "losses": []}
+        state["self"], state["list"] = state, [state]
+        for block in self.blocks:
+            x = block(x, state)
+        return x.sum() + sum(state["losses"]), state
+
+
+class Filled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, state: dict[str, Any]) -> Tensor:
+        x = self.linear(x)
+        state["list"][0]["self"]["losses"].append(x.square().mean())
+        return x
+
+
+@pytest.mark.parametrize("precision", [None, "amp_bf16"])
+@pytest.mark.parametrize("mode", ["fsdp2", "ddp"])
+@on_ranks(2)
+def test_containers_may_contain_themselves(mode: str, precision: str | None) -> None:
+    torch.manual_seed(0)
+    model = Cyclic()
+    alone = copy.deepcopy(model)
+    parallelize_model(model, _averages(mode), precision=precision)
+    for one in (model, alone):
+        loss, state = one(torch.ones(2, 4))
+        assert state["self"] is state
+        assert len(state["losses"]) == 2
+        loss.backward()
+    expected = {name: one.grad for name, one in alone.named_parameters()}
+    rounding = 0.05 if precision else 1e-5
+    close(grads(model), expected, rtol=rounding, atol=rounding)
+
+
+def test_a_recomputed_block_is_refused_a_container_that_contains_itself() -> None:
+    model = Cyclic()
+    parallelize_model(model, ParallelismConfig(activation_checkpointing=True))
+    with fails(
+        ParallelismRuntimeError, "Filled that is recomputed", "contains itself", "Remove the reference"
+    ):
+        model(torch.ones(2, 4))
+
+
+@on_ranks(2)
+def test_a_buffer_that_is_not_cast_is_named() -> None:
+    model = nn.Sequential(Table(), Table(), nn.Linear(4, 1))
+    parallelize_model(model, ParallelismConfig(), precision="amp_bf16")
+    with fails(ParallelismRuntimeError, "0.linear mixed dtypes: ", "not its buffers: 0.table (float32)"):
+        model(torch.ones(2, 4))
+    model = nn.Sequential(Table(), Table(), nn.Linear(4, 1))
+    whole = {"param_dtype": "float32", "output_dtype": "bfloat16"}  # as it says
+    rules = [Rule(name, mixed_precision=whole) for name in ("0", "1")]
+    parallelize_model(model, ParallelismConfig(rules=rules), precision="amp_bf16")
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def _averages(mode: str) -> ParallelismConfig:
+    if mode == "ddp":
+        return ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=1), ddp=DDPConfig())
+    if mode == "tp":
+        tp = TPConfig(plan={"0.linear": "colwise_gather"})
+        return ParallelismConfig(mesh=MeshConfig(tp=2, dp_shard=1), tp=tp)
+    return ParallelismConfig()
+
+
+@pytest.mark.parametrize("mode", ["fsdp2", "ddp", "tp"])
+@on_ranks(2)
+def test_averaged_weights_are_those_of_one_process_and_a_late_copy_is_refused(mode: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Table(), Table(), nn.Linear(4, 1))
+    found: list[dict[str, Tensor]] = []
+    for prepared in (False, True):
+        one = copy.deepcopy(model)
+        averaged = AveragedModel(one, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        if prepared:  # both alike, as the refusal says
+            parallelize_model(one, _averages(mode))
+            parallelize_model(averaged.module, _averages(mode))
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for _ in range(3):
+            one(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            averaged.update_parameters(one)
+        found.append(weights(averaged.module))
+        found.append({"out": averaged(torch.ones(2, 4)).detach()})
+    close(found[2], found[0])
+    close(found[3], found[1])
+    if mode == "tp":
+        close({"out": copy.deepcopy(one)(torch.ones(2, 4))}, {"out": one(torch.ones(2, 4))})
+        return
+    for copied in (copy.deepcopy, AveragedModel):
+        with fails(
+            ParallelismRuntimeError, "A prepared Sequential cannot be copied", "averaged.module, config"
+        ):
+            copied(one)
+
+
+class Threaded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: list[Tensor] = []
+        thread = Thread(target=lambda: out.append(self.linear(x)))
+        thread.start()
+        thread.join()
+        return out[0]
+
+
+@on_ranks(2)
+def test_a_gradient_that_another_thread_makes_late_is_no_matter_of_no_sync() -> None:
+    model = nn.Sequential(Threaded(), Threaded(), nn.Linear(4, 1))
+    parallelize_model(model, ParallelismConfig())
+    model(torch.ones(2, 4)).sum().backward()
+    with fails(ParallelismRuntimeError, "1.linear.weight came after those of its unit", "in another thread"):
+        grads(model)
+    model = nn.Sequential(Threaded(), Threaded(), nn.Linear(4, 1))
+    parallelize_model(model, ParallelismConfig(rules=[Rule(r"re:\d\.linear", shard=False)]))  # as it says
+    model(torch.ones(2, 4)).sum().backward()
+    assert len(grads(model)) == 6
+
+
+class Penalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(x))
+
+    def write(self) -> None:
+        self.block.weight.grad.add_(torch.ones(4, 4))
+
+    def read(self) -> Tensor:
+        return self.block.weight + torch.ones(4, 4)
+
+
+@on_ranks(2)
+def test_a_whole_tensor_that_meets_a_sharded_one_in_a_method_is_explained() -> None:
+    model = Penalized()
+    parallelize_model(model, ParallelismConfig())
+    model(torch.ones(2, 4)).sum().backward()
+    with fails(ParallelismRuntimeError, "The root wrote a whole tensor into a sharded", "distribute_tensor("):
+        model.write()
+    said = ("The root was used while its", "forward_methods=['read']", "is sharded too: distribute_tensor(")
+    with fails(ParallelismRuntimeError, *said):
+        model.read()
+
+
+@pytest.mark.parametrize("mode", ["fsdp2", "tp"])
+@pytest.mark.parametrize("traced", [False, True])
+@on_ranks(2)
+def test_what_torch_jit_has_compiled_is_not_cut(traced: bool, mode: str) -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        table = torch.jit.trace(Table(), torch.ones(1, 4)) if traced else torch.jit.script(Table())
+    model = nn.Sequential(table, nn.Linear(4, 1))
+    with fails(ParallelismValueError, "0.linear: torch.jit has compiled", "Rule(..., shard=False)"):
+        parallelize_model(model, _averages(mode))
+    parallelize_model(model, _averages("ddp"))
+    model(torch.ones(2, 4)).sum().backward()
+    assert len(grads(model)) == 4
