@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
+from types import MethodType
 from typing import Any, ClassVar, cast
 from weakref import WeakValueDictionary
 
@@ -318,13 +319,21 @@ def guard_backward(module: FSDPModule) -> None:
     `torch.inference_mode()` has made could not be trained.
     """
     for param in fsdp_params(module):
-        for name in ("init_all_gather_outputs", "init_unsharded_param"):
-            setattr(param, name, partial(_outside_inference, param, name))
+        for name, method in _outside_inference.items():
+            setattr(param, name, MethodType(method, param))  # a third of the memory of a partial
     shorten_hooks(module)
     _SecondOrder(module)
 
 
-def _outside_inference(param: Any, name: str, *args: Any, **kwargs: Any) -> None:
-    delattr(param, name)  # the method of the class is called from now on, which finds what is made here
-    with torch.inference_mode(False):
-        getattr(param, name)(*args, **kwargs)
+def _once_outside_inference(name: str) -> Callable[..., None]:
+    def method(param: Any, *args: Any, **kwargs: Any) -> None:
+        delattr(param, name)  # the method of the class is called from now on, which finds what is made here
+        with torch.inference_mode(False):
+            getattr(param, name)(*args, **kwargs)
+
+    return method
+
+
+_outside_inference = {
+    name: _once_outside_inference(name) for name in ("init_all_gather_outputs", "init_unsharded_param")
+}

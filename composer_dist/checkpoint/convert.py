@@ -175,8 +175,8 @@ def _from_huggingface(source: Path, model: Any, mapped: Mapped, stage: Stage) ->
     index = read_index(source)
     root = source if source.is_dir() else source.parent
     structure = read_structure(model)
-    match = match_names(structure, index.tensors, root.name, index.adapter)
-    match.check(structure, index.entries, strict=True)
+    match = match_names(structure, index.tensors, source, index.adapter)
+    match.check(structure, index.entries, True, source)
     values = {
         first: mapped.tensor(blueprint, index, root, stage) for first, blueprint in match.tensors.items()
     }
@@ -218,9 +218,9 @@ def _of_model(
     best: CheckpointError | None = None
     for wrapped, inside in ((model, ""), (HuggingFaceModel(model), "model.")):
         structure = read_structure(wrapped)
-        match = match_names(structure, given, source.name)
+        match = match_names(structure, given, source)
         try:
-            match.check(structure, entries, strict=True)
+            match.check(structure, entries, True, source)
         except CheckpointError as error:
             best = best or error
             continue

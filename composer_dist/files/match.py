@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,8 +50,8 @@ class Match:
             self.twins.append((first, value))
         self.keys.setdefault(first, []).extend(keys)
 
-    def check(self, structure: Structure, entries: Mapping[str, Entry], strict: bool) -> None:
-        """Raise unless the checkpoint matches the model.
+    def check(self, structure: Structure, entries: Mapping[str, Entry], strict: bool, path: Path) -> None:
+        """Raise unless the checkpoint, which is at `path`, matches the model.
 
         Raises:
             CheckpointValueError: shapes or dtypes do not match.
@@ -62,17 +63,17 @@ class Match:
             for fault in _misfits(structure.tensors[name], blueprint, entries, self.keys[name])
         ]
         mismatch = StateMismatch(self.missing, self.unexpected, misfits)
-        mismatch.check("The checkpoint does not match the model", strict)
+        mismatch.check(f"The checkpoint {path} does not match the model", strict)
 
 
 def match_names(
-    structure: Structure, given: Mapping[str, Blueprint], directory: str, adapter: bool = False
+    structure: Structure, given: Mapping[str, Blueprint], path: Path, adapter: bool = False
 ) -> Match:
     """Find the tensor of the model that each tensor of a checkpoint is meant for.
 
     Args:
         given: the tensors of the checkpoint.
-        directory: the name of the checkpoint's directory, which may be an adapter's name.
+        path: the checkpoint, a file or a directory, whose name may be an adapter's.
         adapter: the checkpoint is an adapter's.
 
     Raises:
@@ -80,12 +81,12 @@ def match_names(
             meant; or transformers' conversion computes values.
     """
     names = _Names.of(structure)
-    own = adapter_entries(structure, directory)
+    own = adapter_entries(structure, path.name if path.is_dir() else path.parent.name)
     clean = [canonical_name(name) for name in given]
     if adapter or 2 * sum(name in own for name in clean) > len(clean):
         if not own:
             raise CheckpointValueError(
-                "The checkpoint is an adapter's, but the model has none; add one with peft first."
+                f"The checkpoint {path} is an adapter's, but the model has none; add one with peft first."
             )
         return _match_adapter(names, given, own)
     best: Match | None = None

@@ -209,5 +209,5 @@ def _check_transformers(config: dict[str, Any], problems: Problems) -> None:
         known = {field for base in cls.__mro__ for field in getattr(base, "__annotations__", {})}
         known |= cls.attribute_map.keys() | {"num_labels"}  # a property, which the constructor takes
         for key in config.keys() - known - {"model_type"}:
-            text = f"unknown key {key!r}: {cls.__name__} does not have it.{near_miss(key, known)}"
+            text = f"unknown key {key!r}: {cls.__name__} does not have it.{near_miss(str(key), known)}"
             problems.add(text, *path, key)

@@ -92,6 +92,14 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
     ]
 
 
+def test_a_key_that_is_a_number_is_named(write: Write) -> None:
+    with_number = GOOD.replace("hidden_size: ", "1e999: null\n    hidden_size: ")
+    assert problems(write(with_number)) == [
+        ":3: model.config: expected a string, got inf",
+        ":3: model.config.inf: unknown key inf: LlamaConfig does not have it",
+    ]
+
+
 def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
     text = GOOD.replace("source: english", "sorce: english").replace("2ba", "2bax\n  max_epochs: 3")
     file = write(text + "callbacks: {ema: {half_lif: 10ba}}\ncheckpoints: {folder: here, intervl: 1ep}\n")

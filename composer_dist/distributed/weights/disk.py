@@ -128,8 +128,8 @@ class Pretrained:
 
         def match_them() -> None:
             _check_dense(structure, index, here)
-            matched.append(match_names(structure, index.tensors, root.name, index.adapter))
-            matched[0].check(structure, index.entries, strict)
+            matched.append(match_names(structure, index.tensors, here, index.adapter))
+            matched[0].check(structure, index.entries, strict, here)
 
         check_same_files(root, index, agreement, match_them)
         (match,) = matched
