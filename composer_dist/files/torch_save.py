@@ -135,7 +135,7 @@ def load(source: Path | BytesIO, allow_pickle: bool, mapped: bool = False) -> An
     """
     _check_archive(source, allow_pickle)
     with torch.serialization.safe_globals(allowed()):
-        contents = torch.load(source, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)
+        contents = torch.load(source, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)  # nosec B614
     _count(contents, 0, {})
     return contents
 
