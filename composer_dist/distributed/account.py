@@ -60,7 +60,9 @@ class Preparation:
             self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - start
 
     def close(self) -> None:
-        """At the end of training, log advice on the configuration on rank 0, if there is any."""
+        """At the end of training, unless by a failure, log advice on the configuration on rank 0, if any."""
+        if sys.exception() is not None:
+            return
         replica = replica_of(self.model)
         alone = self.plan.world_size == 1
         if replica is not None and not alone and (hint := replica.hint()) and self.mesh.get_rank() == 0:

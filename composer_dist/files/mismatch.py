@@ -18,7 +18,7 @@ class StateMismatch:
     def check(self, what: str, strict: bool) -> None:
         """Raise one error for all differences; missing and unexpected names count if `strict`.
 
-        It has the first eight of each sort, and how many more there are.
+        It has the first eight names of each sort, the first three other values, and how many more there are.
 
         Args:
             what: the beginning of the message, "The state does not match the model".
@@ -30,7 +30,7 @@ class StateMismatch:
         if not self.misfits and not (strict and self):
             return
         names = self.names(most=8) if strict else []
-        different = listed(self.misfits, between="; ")
+        different = listed(self.misfits, 3, between="; ")
         misfits = [f"different kind, shape or dtype: {different}"] if different else []
         kind: type[CheckpointError] = CheckpointValueError if misfits else CheckpointKeyError
         hint = "" if misfits else " strict=False loads what matches."

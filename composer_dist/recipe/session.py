@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 
 from composer_dist.checkpoint import export_pretrained, full_model_state
 from composer_dist.distributed import (
@@ -82,7 +83,10 @@ def verified(configuration: Configuration) -> Verification:
 def _run(session: Session) -> None:
     try:
         trainer = session.trainer
-        _say(f"{trainer.preparation or ''}")
+        done = trainer.preparation
+        if done is not None and trainer.resumed_from is not None:
+            done = replace(done, initialized=())  # the checkpoint has since been loaded
+        _say(f"{done or ''}")
         duration, batch = session.run.trainer["max_duration"], trainer.state.timestamp.batch
         if trainer.state.timestamp.reached(Time.of(duration)):
             _say(
@@ -91,7 +95,7 @@ def _run(session: Session) -> None:
             )
         else:
             if trainer.resumed_from is not None and batch:
-                _say(f"Resuming from {trainer.resumed_from} at batch {batch}.")
+                _say(f"Resuming from {trainer.resumed_from} after batch {batch}.")
             _say(_steps(session))
             trainer.fit()
         finish(session)

@@ -18,6 +18,7 @@ import torch
 
 from composer_dist.errors import CheckpointValueError
 from composer_dist.tensors.parts import Dims, contiguous_strides
+from composer_dist.wording import listed
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ def _cat(tensors: Sequence[Blueprint], dim: int = 0) -> Blueprint:
     boxes: list[Box] = []
     for one in tensors:
         if _splice(tuple(one.shape), dim, 1) != _splice(tuple(first.shape), dim, 1):
-            shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
+            shapes = listed(list(dict.fromkeys(tuple(each.shape) for each in tensors)), 4)
             raise CheckpointValueError(f"it joins tensors of shapes {shapes}")
         boxes += [box.moved(dim, at) for box in one.boxes]
         at += one.shape[dim]

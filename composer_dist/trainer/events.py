@@ -73,15 +73,20 @@ class Event(StrEnum):
         return "setup" if self is Event.INIT else "step"
 
     def doing(self, batch: int) -> str:
-        """What a rank does after this event, in batch number `batch` from 0, for error messages."""
+        """What a rank does after this event, for error messages, which count batches from 1, as the bar does.
+
+        Args:
+            batch: how many batches are complete.
+        """
         if self is Event.INIT:
             return "the set-up"
         if self.value in _DOING:
-            return f"{_DOING[self.value]} of batch {batch}"
+            is_complete = self in (Event.BATCH_END, Event.BATCH_CHECKPOINT)
+            return f"{_DOING[self.value]} of batch {batch if is_complete else batch + 1}"
         for kind, words in (("eval_", "evaluation"), ("predict_", "prediction")):
             if self.value.startswith(kind):
                 return f"{words} after batch {batch}"
-        return f"{self.value} at batch {batch}"
+        return f"{self.value} after batch {batch}"
 
 
 _DOING = {

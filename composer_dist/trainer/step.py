@@ -55,7 +55,7 @@ def train_batch(
     """
     if not fed.mean_weight > 0:
         raise ParallelismValueError(
-            f"The loss of batch {state.timestamp.batch} has no terms on any rank (are all labels "
+            f"The loss of batch {state.timestamp.batch + 1} has no terms on any rank (are all labels "
             "-100?), so it has no gradient; leave out such batches."
         )
     run_event(Event.BEFORE_TRAIN_BATCH)

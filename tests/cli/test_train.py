@@ -1,6 +1,7 @@
 """`composer-dist train` as its user sees it."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -312,7 +313,7 @@ def test_errors_in_training_say_where_and_show_no_frames_of_ours(tmp_path: Path)
     status, _, told = call(tmp_path / "mine.yaml", f"out={tmp_path / 'out'}")
     assert status == 1
     assert "Traceback" not in told
-    assert "Target -5 is out of bounds.\nThis was the loss of batch 0.\n" in told
+    assert "Target -5 is out of bounds.\nThis was the loss of batch 1.\n" in told
 
 
 @pytest.mark.parametrize(
@@ -419,7 +420,7 @@ def test_a_rank_that_ends_with_status_0_in_the_middle_is_named(tmp_path: Path) -
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
     assert done.returncode == 1, done.stderr
     assert "Rank 1 ended while rank 0 was at 'the " in done.stderr
-    assert "of batch 0'" in done.stderr.splitlines()[-1]
+    assert "of batch 1'" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 
@@ -431,7 +432,8 @@ def test_a_run_resumes_and_exports_the_averages(tmp_path: Path) -> None:
     assert (status, "Resuming" in told, "the EMA's averages" in told) == (0, False, True), told
     status, _, told = call(*averaged, "trainer.max_duration=4ba")
     assert status == 0
-    assert f"Resuming from {tmp_path}/averaged/checkpoints/ep0-ba2 at batch 2.\n" in told
+    assert f"Resuming from {tmp_path}/averaged/checkpoints/ep0-ba2 after batch 2.\n" in told
+    assert not re.search(r"^ *initialized ", told, re.MULTILINE)  # but loaded
     assert "has already reached trainer.max_duration=4ba" in call(*averaged, "trainer.max_duration=4ba")[2]
     status, _, told = call(*averaged, "trainer.max_duration=5ba", "model.arguments.width=8")
     assert status == 2

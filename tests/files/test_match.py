@@ -312,5 +312,5 @@ def test_many_differences_are_counted() -> None:
     text = str(caught.value)
     assert "layers.7 and 2 more. unexpected: layers.0" in text
     assert "layers.7 and 1 more. different kind, shape or dtype: layers.0 is (2, 3) there; layers.1" in text
-    assert text.endswith("; layers.7 is (2, 3) there and 2 more.")
+    assert text.endswith("; layers.2 is (2, 3) there and 7 more.")
     assert mismatch.names() == [f"missing: {', '.join(names)}", f"unexpected: {', '.join(names[:9])}"]

@@ -2,9 +2,12 @@
 
 import ast
 import json
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from typer.testing import CliRunner
 
 import composer_dist
@@ -204,3 +207,22 @@ def test_code_of_a_model_is_neither_run_nor_offered(
 
 def test_rotary_positions_have_no_end() -> None:
     check_positions(llama(), 10**6)
+
+
+def test_a_hub_without_a_network_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """huggingface_hub tries five times more, for half a minute."""
+    asked: list[str] = []
+
+    def unknown(host: str, *args: Any) -> None:
+        asked.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    model = HubModel(kind="causal_lm", pretrained="someone/model", tokenizer="bytes")
+    said = r"Face hub does not give .*: huggingface.co cannot be reached \(Name or service not known\)"
+    with pytest.raises(ParallelismValueError, match=said):
+        hub_config(model, None)
+    assert asked == ["huggingface.co"]
+    assert not constants.HF_HUB_OFFLINE

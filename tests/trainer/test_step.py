@@ -80,7 +80,7 @@ def test_values_are_clipped_before_the_norm() -> None:
 def test_a_batch_without_any_label_is_refused() -> None:
     batch = joined(tagged(2))
     batch["labels"].fill_(-100)
-    with pytest.raises(ParallelismValueError, match="loss of batch 0 has no terms on any rank"):
+    with pytest.raises(ParallelismValueError, match="loss of batch 1 has no terms on any rank"):
         fitted_on_parts([], train_dataloader=[batch])
 
 

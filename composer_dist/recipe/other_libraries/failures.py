@@ -4,12 +4,15 @@ import inspect
 import json
 import os
 import re
+import socket
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from torch import nn
 
@@ -66,15 +69,19 @@ def from_hub(key: str, name: str) -> Iterator[None]:
         raise ParallelismValueError(f"{what} is a file: give the directory of the model.")
     elif not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise ParallelismValueError(f"{what}: there is no such directory (seen from {Path.cwd()}).")
+    unreachable = None
     try:
-        yield
+        with nullcontext() if path.is_dir() else _cached_if_unreachable() as unreachable:
+            yield
     except ParallelismError:
         raise
     except Exception as error:
         if path.is_dir():
             with blaming(what):
                 raise
-        if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
+        if unreachable:
+            hub = f"{unreachable}, and the model is not in the cache"
+        elif os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
             hub = "HF_HUB_OFFLINE is set, so only models that are in the cache already can be used"
         else:
             hub = textwrap.shorten(str(error).partition("\n")[0], 300, placeholder=" ...")
@@ -82,6 +89,29 @@ def from_hub(key: str, name: str) -> Iterator[None]:
             f"{what}: there is no such directory (seen from {Path.cwd()}), and the Hugging Face hub does not "
             f"give a model of this name: {hub}"
         ) from error
+
+
+@contextmanager
+def _cached_if_unreachable() -> Iterator[str | None]:
+    """Inside, huggingface_hub works offline if its host has no address, for which it tries half a minute.
+
+    Yields:
+        Why it cannot be reached.
+    """
+    from huggingface_hub import constants
+
+    host, before = urlsplit(constants.ENDPOINT).hostname, constants.HF_HUB_OFFLINE
+    why = None
+    if host and not before and not getproxies():
+        try:
+            socket.getaddrinfo(host, 443)
+        except socket.gaierror as error:
+            why = f"{host} cannot be reached ({error.strerror})"
+    constants.HF_HUB_OFFLINE = before or why is not None
+    try:
+        yield why
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _check_files(key: str, what: str, path: Path) -> None:

@@ -33,7 +33,7 @@ class NaNMonitor(Periodic):
         if loss - loss != 0:  # nan or infinite
             where = Agreement().reach("looking for nan", _first_bad(state), _join)
             raise ParallelismValueError(
-                f"The loss of batch {state.timestamp.batch} is {loss}. {where} The optimizers have not "
+                f"The loss of batch {state.timestamp.batch + 1} is {loss}. {where} The optimizers have not "
                 "stepped. Look at the data of this batch, lower the learning rate, or clip gradients."
             )
 

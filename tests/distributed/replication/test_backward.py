@@ -185,6 +185,15 @@ def test_a_constant_graph_is_hinted_at_once_when_training_ends() -> None:
         done.close()
         assert len(hints) == (expected if dist.get_rank() == 0 else 0), (options, pattern)
         assert all("static_graph=True" in hint for hint in hints)
+    done = parallelize_model(built(Branches), ddp())
+    for _ in range(3):
+        done.model(torch.ones(4, 8), True).sum().backward()
+    try:
+        raise KeyError("of the user's")
+    except KeyError:
+        hints.clear()
+        done.close()
+    assert not hints
     logging.getLogger("composer_dist").removeHandler(handler)
 
 

@@ -38,7 +38,7 @@ def test_a_bad_batch_is_named_and_the_weights_stay() -> None:
     before, keep = seen_at("batch_end", lambda state: weights(state.model))
     trainer, _ = quiet(callbacks=[Spoil("batch", 1), NaNMonitor(), keep])
     text = message(trainer, train_dataloader=[points(4)[:] for _ in range(3)])
-    assert text.startswith("The loss of batch 1 is nan. Not finite: the batch's '0' on rank 0. The opt")
+    assert text.startswith("The loss of batch 2 is nan. Not finite: the batch's '0' on rank 0. The opt")
     close(weights(trainer.state.model), before[-1])
 
 
@@ -57,12 +57,12 @@ def spoilt(config: str, ranks: tuple[int, ...]) -> str:
 def test_all_ranks_stop_and_name_the_parameter_and_where(world2: World) -> None:
     where = "Not finite: the parameter 'body.layers.0.weight' on rank"
     for text in world2(spoilt, "fsdp", (1,)):
-        assert text.startswith(f"The loss of batch 2 is nan. {where} 1. ")
+        assert text.startswith(f"The loss of batch 3 is nan. {where} 1. ")
     for text in world2(spoilt, "ddp", (0, 1)):
-        assert text.startswith(f"The loss of batch 2 is nan. {where} 0, 1. ")
+        assert text.startswith(f"The loss of batch 3 is nan. {where} 0, 1. ")
 
 
 def test_it_looks_at_intervals() -> None:
     trainer, _ = quiet(callbacks=[Spoil("batch", 0), NaNMonitor("3ba")])
     text = message(trainer, train_dataloader=[points(4)[:] for _ in range(3)])
-    assert text.startswith("The loss of batch 2 is nan. Not finite: the parameter 'module.0.weight'")
+    assert text.startswith("The loss of batch 3 is nan. Not finite: the parameter 'module.0.weight'")
