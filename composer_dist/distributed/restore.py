@@ -19,6 +19,7 @@ from composer_dist.wording import listed
 _REGISTERED = {key for key, value in vars(nn.Module()).items() if isinstance(value, dict)}
 _HELD = sorted(_REGISTERED - {"_parameters", "_buffers"})
 """The dictionaries of a module for hooks and submodules."""
+_LEFT_OUT = (Tensor, Prepared)
 _ABSENT = object()
 
 
@@ -28,21 +29,30 @@ class _ModuleThen:
 
     kind: type[nn.Module]
     known: Prepared | None
-    values: dict[tuple[str | None, Any], Any]
-    """Its attributes, and the entries of its dictionaries, by the dictionary's name and the key."""
+    held: dict[str | None, dict[Any, Any]]
+    """Its attributes but tensors, under None, and its dictionaries that are not empty, by name."""
 
     @classmethod
     def read(cls, module: nn.Module) -> "_ModuleThen":
         own = vars(module)
-        values: dict[tuple[str | None, Any], Any] = {
-            (None, key): value
-            for key, value in own.items()
-            if key not in _REGISTERED and not isinstance(value, (Tensor, Prepared))
+        held: dict[str | None, dict[Any, Any]] = {
+            name: dict(own[name])
+            for name in _HELD
+            if own.get(name)  # torch.jit keeps them elsewhere
         }
-        for name in _HELD:
-            held = own.get(name, {})  # torch.jit keeps them elsewhere
-            values.update({(name, key): value for key, value in held.items()})
-        return cls(type(module), _copied(of(module)), values)
+        held[None] = {key: value for key, value in own.items() if not isinstance(value, _LEFT_OUT)}
+        return cls(type(module), _copied(of(module)), held)
+
+    def changes(self, module: nn.Module) -> Iterator[tuple[tuple[str | None, Any], Any, Any]]:
+        """What has changed since: the dictionary's name and the key, and what was there before and after."""
+        own = vars(module)
+        for name in (None, *_HELD):
+            was, now = self.held.get(name, {}), own if name is None else own.get(name, {})
+            for key in was.keys() | now.keys() if was or now else ():
+                then, after = was.get(key, _ABSENT), now.get(key, _ABSENT)
+                after = _ABSENT if name is None and isinstance(after, _LEFT_OUT) else after
+                if then is not after and (name is not None or key not in _REGISTERED):
+                    yield (name, key), then, after
 
 
 def _copied(known: Prepared | None) -> Prepared | None:
@@ -116,19 +126,18 @@ class Changes:
 def changes_noted(model: nn.Module) -> Iterator[None]:
     """Note in the record of `model` what the body changes in its modules, after what is noted there."""
     before = {module: _ModuleThen.read(module) for module in model.modules()}
-    cut = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    known = of(model)
+    first = known is None or known.changes is None
+    cut = [name for name, p in model.named_parameters() if isinstance(p, DTensor)] if first else []
     yield
     known = record(model)
     if known.changes is None:
         known.changes = Changes({}, cut)
     noted = known.changes.modules
     for module, was in before.items():
-        now = _ModuleThen.read(module)
-        one = noted.get(module) or _ModuleChange(was.kind, was.known, now.kind)
-        one.now = now.kind
-        for place in was.values.keys() | now.values.keys():
-            then, after = was.values.get(place, _ABSENT), now.values.get(place, _ABSENT)
-            if then is not after:
-                one.values[place] = one.values.get(place, (then, None))[0], after
+        one = noted.get(module) or _ModuleChange(was.kind, was.known, type(module))
+        one.now = type(module)
+        for place, then, after in was.changes(module):
+            one.values[place] = one.values.get(place, (then, None))[0], after
         if one.values or one.kind is not one.now or of(module) is not None:
             noted[module] = one
