@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.faults import quick_cells, table_cells
+from tests.kit.faults import SLOW, quick_cells, table_cells
 
 
 def tried(*options: str) -> None:
@@ -16,23 +16,18 @@ def tried(*options: str) -> None:
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
 
 
-@pytest.mark.promise(108)
-def test_faults_end_the_run_and_are_named() -> None:
+@pytest.mark.promise(108, 117)
+def test_faults_and_a_hang_end_the_run_and_are_named() -> None:
     tried("--quick")
 
 
+@pytest.mark.slow
 @pytest.mark.promise(117)
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--steps", "before_forward", "--kinds", "SIGSTOP", "--ranks", "0"],  # it hosts the store
-        pytest.param(["--steps", "write", "--kinds", "stall", "GIL", "--ranks", "1"], marks=pytest.mark.slow),
-    ],
-)
-def test_hangs_end_the_run_and_are_named(options: list[str]) -> None:
-    tried(*options)
+def test_hangs_end_the_run_and_are_named() -> None:
+    tried("--steps", "write", "--kinds", "stall", "GIL", "--ranks", "1")
 
 
 def test_a_tenth_of_the_cells_is_tried_by_default() -> None:
     assert len(table_cells()) >= 200
     assert 10 * len(quick_cells()) >= len(table_cells())
+    assert any(one.kind in SLOW for one in quick_cells())

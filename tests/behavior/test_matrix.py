@@ -1,5 +1,6 @@
 """Every mode with every kind of model: three optimizer steps equal those of one process."""
 
+import itertools
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ from composer_dist.distributed import (
 )
 from composer_dist.distributed.moving.gather import gather
 from tests.kit.decoder import token_batch
+from tests.kit.grids import in_the_default_run
 from tests.kit.huggingface import gpt2, llama, lora_llama
 from tests.kit.meshes import MESHES
 from tests.kit.toy import built
@@ -46,6 +48,7 @@ class Mlp(nn.Module):
 
 
 MODELS = {"llama": llama, "tied gpt2": gpt2, "mlp": Mlp, "lora": lora_llama}
+MODES = ("fsdp2", "fsdp4", "hsdp", "tp", "fsdp_tp", "ddp", "cp", "fsdp_cp", "hsdp_tp")
 
 
 def train(kind: str, dtype: torch.dtype, mode: str | None = None) -> Trained:
@@ -79,12 +82,15 @@ def loss_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(logits.float(), inputs["next"].flatten())
 
 
-def train_all(mode: str) -> dict[tuple[str, str], Trained]:
-    return {
-        (kind, str(dtype)): train(kind, dtype, mode)
-        for kind in MODELS
-        for dtype in (torch.float32, torch.bfloat16)
-    }
+def train_all(mode: str, cells: list[tuple[str, torch.dtype]]) -> dict[tuple[str, str], Trained]:
+    return {(kind, str(dtype)): train(kind, dtype, mode) for kind, dtype in cells}
+
+
+def half(mode: str, which: int) -> list[tuple[str, torch.dtype]]:
+    """Every kind in one of the dtypes, by turns: the default run has one half, `slow` the other."""
+    turn = list(MODES).index(mode) + which
+    both = (torch.float32, torch.bfloat16)
+    return [(kind, both[(turn + number) % 2]) for number, kind in enumerate(MODELS)]
 
 
 @cache
@@ -93,20 +99,14 @@ def reference(kind: str, dtype: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "mode",
-    [
-        "fsdp4",
-        "hsdp",
-        "tp",
-        "fsdp_tp",
-        "ddp",
-        "cp",
-        "fsdp_cp",
-        pytest.param("hsdp_tp", marks=pytest.mark.slow),
-    ],
+    ("mode", "which"),
+    in_the_default_run(
+        *((mode, 0) for mode in MODES if mode not in ("fsdp4", "hsdp_tp")),
+        among=itertools.product(MODES, (0, 1)),
+    ),
 )
-def test_three_steps_equal_one_process(mode: str) -> None:
-    ranks = run(train_all, MESHES[mode][0], mode, timeout=180)
+def test_three_steps_equal_one_process(mode: str, which: int) -> None:
+    ranks = run(train_all, MESHES[mode][0], mode, half(mode, which), timeout=180)
     for kind, dtype in ranks[0]:
         losses, expected = reference(kind, dtype)
         found = [rank[kind, dtype] for rank in ranks]

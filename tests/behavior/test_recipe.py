@@ -23,6 +23,7 @@ from composer_dist.distributed import (
 )
 from tests.kit import models
 from tests.kit.compare import full, part_of, same, same_parameters, values
+from tests.kit.grids import slow
 from tests.kit.huggingface import pretrained_llama
 from tests.kit.measure import record
 from tests.kit.models import batch
@@ -30,7 +31,7 @@ from tests.kit.toy import Toy, built
 from tests.kit.world import World, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
-RESHARD = pytest.mark.parametrize(("ranks", "reshard"), [(2, True), (2, False), (4, 2)])
+RESHARD = pytest.mark.parametrize(("ranks", "reshard"), [(2, True), (2, False), slow(4, 2)])
 
 
 def twins(build: Callable[[], nn.Module]) -> tuple[Any, Any]:

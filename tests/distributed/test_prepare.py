@@ -3,6 +3,7 @@
 Longer than other files: all cases look at one state before and after a failure.
 """
 
+import itertools
 import os
 import re
 import time
@@ -41,6 +42,7 @@ from composer_dist.errors import (
     ParallelismValueError,
 )
 from tests.kit.compare import close, fails, fails_alike, full, same, values
+from tests.kit.grids import in_the_default_run
 from tests.kit.meshes import config
 from tests.kit.toy import Toy, built, tokens, train
 from tests.kit.world import WorkerError, on_ranks, run
@@ -313,8 +315,13 @@ def test_a_rank_that_never_comes_is_named(absent: int) -> None:
 
 
 @pytest.mark.promise(108)
-@pytest.mark.parametrize("way", ["memory", "messages"])
-@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("victim", "way"),
+    in_the_default_run(
+        *((0, "messages"), (1, "memory"), (3, "messages")),
+        among=itertools.product((0, 1, 3), ("memory", "messages")),
+    ),
+)
 def test_a_rank_that_dies_during_delivery_is_reported_alike(victim: int, way: str) -> None:
     with pytest.raises(WorkerError) as failure:
         run(dies, 4, victim, way)

@@ -17,6 +17,7 @@ from composer_dist.distributed import no_sync, parallelize_model, unparallelize_
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit.compare import close, fails_alike, grads, part_of, same, shape_of, values
 from tests.kit.decoder import Decoder, loss_of, token_batch
+from tests.kit.grids import in_the_default_run
 from tests.kit.meshes import config, ddp, mesh
 from tests.kit.toy import built
 from tests.kit.world import on_ranks
@@ -88,7 +89,9 @@ MODES: dict[str, ParallelismConfig] = {
 
 
 @pytest.mark.promise(114)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", in_the_default_run(*(one for one in MODES if one not in ("fsdp", "ddp", "wrapped")), among=MODES)
+)
 @on_ranks(2)
 def test_a_model_is_plain_again_and_its_training_goes_on(mode: str) -> None:
     undone(Decoder, MODES[mode])
@@ -103,7 +106,7 @@ FOUR: dict[str, ParallelismConfig] = {
 
 
 @pytest.mark.promise(114)
-@pytest.mark.parametrize("mode", FOUR)
+@pytest.mark.parametrize("mode", in_the_default_run("hsdp", "sequence", among=FOUR))
 @on_ranks(4)
 def test_a_mesh_of_two_dimensions_is_undone(mode: str) -> None:
     undone(Decoder, FOUR[mode])

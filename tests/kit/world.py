@@ -50,7 +50,8 @@ PRELOAD = [
 ]
 """What the server imports; the workers forked from it have it for nothing."""
 if "PYTEST_XDIST_WORKER" in os.environ:  # a run of many tests: most workers import these sooner or later
-    PRELOAD += ["peft", "torchmetrics", "transformers.modeling_layers"]
+    PRELOAD += ["peft", "torchmetrics", "transformers.modeling_layers", "torch._inductor.compile_fx"]
+    PRELOAD += ["composer_dist.trainer", "composer_dist.recipe.build"]
 
 
 class WorkerError(AssertionError):

@@ -16,6 +16,7 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.models import HuggingFaceModel
 from tests.kit import huggingface as hf
 from tests.kit.compare import fails_alike
+from tests.kit.grids import slow
 from tests.kit.meshes import BY_WORLD, PLACES
 from tests.kit.world import on_ranks
 
@@ -31,6 +32,14 @@ BUILDS: dict[str, Callable[[], Any]] = {
     "prompt": lambda: HuggingFaceModel(hf.pretrained_llama(), peft_config=hf.adapter("prompt")).model,
 }
 
+PLANS = [
+    ("prepared", True, "greedy"),
+    ("prepared", False, "beams"),
+    ("wrapper", None, "greedy"),
+    ("model", None, "greedy"),
+    ("model", True, "beams"),
+]
+
 
 def build(kind: str) -> HuggingFaceModel:
     torch.manual_seed(3)
@@ -40,16 +49,12 @@ def build(kind: str) -> HuggingFaceModel:
 @pytest.mark.promise(97)
 @pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")  # peft's prompts
 @pytest.mark.parametrize(
-    ("place", "root", "mode"),
+    ("kind", "place", "root", "mode"),
     [
-        ("prepared", True, "greedy"),
-        ("prepared", False, "beams"),
-        ("wrapper", None, "greedy"),
-        ("model", None, "greedy"),
-        ("model", True, "beams"),
+        one if number % len(PLANS) == number // len(PLANS) % len(PLANS) or one[0] == "llama" else slow(*one)
+        for number, one in enumerate((kind, *plan) for kind in BUILDS for plan in PLANS)
     ],
 )
-@pytest.mark.parametrize("kind", BUILDS)
 @on_ranks(2)
 def test_the_unsharded_models_tokens(kind: str, place: str, root: bool | None, mode: str) -> None:
     model, given = build(kind), hf.prompt(dist.get_rank())

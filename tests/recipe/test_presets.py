@@ -10,7 +10,8 @@ from torch import Tensor
 
 from composer_dist.cli.init import PRESETS
 from composer_dist.recipe.read import read_configuration
-from tests.kit.scripts.recipes import EVERY, PROMPT, in_the_default_run, trained, trained_and_exported
+from tests.kit.grids import in_the_default_run
+from tests.kit.scripts.recipes import EVERY, PROMPT, trained, trained_and_exported
 from tests.kit.world import World
 
 ADAPTERS = ["lora", "dora", "qlora"]

@@ -6,7 +6,8 @@ import pytest
 
 from composer_dist.cli.init import PRESETS
 from tests.kit.compare import same
-from tests.kit.scripts.recipes import EVERY, in_the_default_run, trained
+from tests.kit.grids import in_the_default_run
+from tests.kit.scripts.recipes import EVERY, trained
 from tests.kit.world import WorkerError, World
 
 pytestmark = pytest.mark.promise(106)

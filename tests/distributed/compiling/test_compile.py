@@ -24,6 +24,7 @@ from composer_dist.distributed.forwards import is_checkpointed, is_compiled
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.structure import read_structure
 from tests.kit import compare, models
+from tests.kit.grids import slow
 from tests.kit.huggingface import dropping_gpt2, llama
 from tests.kit.meshes import mine
 from tests.kit.planning import BLOCKS
@@ -355,7 +356,8 @@ def trained(build: Any, config: dict[str, Any]) -> tuple[int, int]:
     [
         (models.B, None, {"compile": {"backend": "eager", "fullgraph": True}}, 1),
         (models.tied, "composable", {}, 1),
-        *((models.B, ac, {}, 1) for ac in ("selective", "wrapped", "offload")),
+        (models.B, "offload", {}, 1),
+        *(slow(models.B, ac, {}, 1) for ac in ("selective", "wrapped")),
         (models.bert, BUDGET, {}, 1),
         (models.scalar, None, {"rules": [Rule("layers.1", act_ckpt="selective")]}, 2),
     ],
@@ -367,7 +369,7 @@ def test_training_compiled_and_sharded_is_the_same(
     assert trained(build, {"compile": AOT, "activation_checkpointing": ac} | config) == (compilations, 0)
 
 
-@pytest.mark.parametrize("build", [models.own_dtype, models.dtypes])
+@pytest.mark.parametrize("build", [models.own_dtype, slow(models.dtypes)])
 @on_ranks(2)
 def test_a_block_around_a_unit_breaks_its_graph_and_trains_the_same(build: Any) -> None:
     config = {"compile": {"backend": "aot_eager"}, "fsdp2": FSDP2Config(reshard_after_forward=False)}
@@ -420,7 +422,7 @@ def test_a_replica_may_be_compiled_whole_after_the_preparation() -> None:
 # Dynamo makes an object of an autograd function for itself.
 @pytest.mark.promise(30)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("ac", [None, "selective", "offload"])
+@pytest.mark.parametrize("ac", [slow(None), "selective", slow("offload")])
 @on_ranks(2)
 def test_tensor_parallel_blocks_compile_whole(ac: Any) -> None:
     fresh()
@@ -455,7 +457,7 @@ DEEP, DEEP_GPT2 = partial(llama, num_hidden_layers=10), partial(dropping_gpt2, n
         (DEEP, None, False),
         (DEEP, "composable", True),
         (DEEP_GPT2, "selective", True),
-        (DEEP_GPT2, "wrapped", True),
+        slow(DEEP_GPT2, "wrapped", True),
     ],
 )
 @on_ranks(2)

@@ -11,6 +11,7 @@ from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.deliver import deliver, take_part
 from composer_dist.distributed.moving.messages import Cargo
 from composer_dist.tensors.fingerprint import fingerprint
+from tests.kit.grids import in_the_default_run
 from tests.kit.measure import profiled
 from tests.kit.meshes import awkward_tensors, cargoes_of, mesh_of
 from tests.kit.world import on_ranks, run
@@ -28,10 +29,19 @@ def check(cargoes: list[Cargo], everything: list[tuple[str, torch.Tensor]], mesh
         assert torch.equal(cargo.target, expected), (cargo.name, cargo.cut)
 
 
-@pytest.mark.parametrize(("size", "replicas"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 30])
+MESHES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "size", "replicas"),
+    in_the_default_run(
+        *((1, 2, 1), (1, 4, 2), (100, 1, 1), (100, 2, 2), (100, 4, 2)),
+        *((1 << 30, 2, 1), (1 << 30, 4, 1), (1 << 30, 4, 4)),
+        among=[(nbytes, *mesh) for nbytes in (1, 100, 1 << 30) for mesh in MESHES],
+    ),
+)
 @on_ranks("size")
-def test_every_element_arrives_from_any_source(size: int, replicas: int, bucket_bytes: int) -> None:
+def test_every_element_arrives_from_any_source(bucket_bytes: int, size: int, replicas: int) -> None:
     mesh, everything = mesh_of(replicas), awkward_tensors() if bucket_bytes > 1 else awkward_tensors()[:3]
     for source in range(dist.get_world_size()):
         cargoes = cargoes_of(everything, mesh, source)

@@ -18,6 +18,7 @@ from composer_dist.distributed.plan.topology import Algorithm, Topology
 from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import fails
 from tests.kit.estimates import planned_and_real_traffic
+from tests.kit.grids import slow
 from tests.kit.models import VOCABULARY, B
 from tests.kit.world import on_ranks
 
@@ -51,7 +52,7 @@ def planned_and_sent(
 SHARDED: dict[str, Callable[[], ParallelismConfig]] = {
     "fsdp2": config,
     "hsdp": lambda: config(mesh=MeshConfig(dp_replicate=2, dp_shard=2)),
-    "replicas": lambda: config(mesh=MeshConfig(dp_replicate=4, dp_shard=1)),
+    "replicas": lambda: config(mesh=MeshConfig(dp_replicate=2, dp_shard=1)),
     "recomputed": lambda: config(activation_checkpointing="composable"),
     "wrapped": lambda: config(activation_checkpointing="wrapped"),
     "selective": lambda: config(activation_checkpointing="selective"),
@@ -62,8 +63,12 @@ SHARDED: dict[str, Callable[[], ParallelismConfig]] = {
 }
 
 
+def ranks_of(kind: str) -> int:
+    return 4 if kind in ("hsdp", "in pairs") else 2
+
+
 @pytest.mark.parametrize("kind", SHARDED)
-@on_ranks(4)
+@on_ranks(ranks_of)
 def test_fsdp2_sends_what_the_plan_says(kind: str) -> None:
     mixed = None if kind in ("whole norm", "blocks only") else "amp_bf16"
     planned, sent = planned_and_sent(Buffered, SHARDED[kind](), mixed)
@@ -81,16 +86,24 @@ class Adapted(Buffered):
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "hsdp", "recomputed"])
-@on_ranks(4)
+@on_ranks(ranks_of)
 def test_frozen_parameters_are_gathered_and_not_reduced(kind: str) -> None:
     planned, sent = planned_and_sent(Adapted, SHARDED[kind]())
     assert dict(planned) == dict(sent), f"{planned} {sent}"
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.001}, {"find_unused_parameters": True}])
-@pytest.mark.parametrize("precision", [None, "amp_bf16"])
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        (None, {"bucket_cap_mb": 0.001}),
+        (None, {"find_unused_parameters": True}),
+        ("amp_bf16", {}),
+        *(slow(None, {}), slow("amp_bf16", {"bucket_cap_mb": 0.001})),
+        slow("amp_bf16", {"find_unused_parameters": True}),
+    ],
+)
 @on_ranks(2)
-def test_ddp_sends_what_the_plan_says(options: dict[str, Any], precision: str | None) -> None:
+def test_ddp_sends_what_the_plan_says(precision: str | None, options: dict[str, Any]) -> None:
     planned, sent = planned_and_sent(Buffered, ParallelismConfig(ddp=DDPConfig(**options)), precision)
     assert dict(planned) == dict(sent), f"{planned} {sent}"
 

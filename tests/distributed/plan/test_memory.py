@@ -1,5 +1,6 @@
 """Estimates of memory, against real prepared models and by hand."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from composer_dist.distributed.sharding.memory import UnitMemory, UnitSizes
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.kit.compare import fails
 from tests.kit.estimates import planned_and_real_peak
+from tests.kit.grids import in_the_default_run
 from tests.kit.huggingface import llama
 from tests.kit.world import on_ranks
 
@@ -68,7 +70,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 @on_ranks(4)
 def test_what_a_rank_holds_is_exact(kind: str) -> None:
     config = CONFIGS[kind](4)
-    names = ["AdamW", "SGD"] if kind == "tp" else OPTIMIZERS
+    names = {"fsdp2": list(OPTIMIZERS), "hsdp": ["Adam"], "ddp": ["AdamW"]}.get(kind, ["SGD"])
     for name in names:
         torch.manual_seed(0)
         model = Uneven()
@@ -100,25 +102,22 @@ def _model() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("precision", "recomputed"),
-    [
-        *((None, None), ("amp_bf16", "composable")),
-        pytest.param("amp_bf16", None, marks=pytest.mark.slow),
-        pytest.param(None, "composable", marks=pytest.mark.slow),
-        pytest.param(None, "selective", marks=pytest.mark.slow),
-        pytest.param("amp_bf16", "selective", marks=pytest.mark.slow),
-    ],
+    ("ddp", "precision", "recomputed"),
+    in_the_default_run(
+        *((False, "amp_bf16", "composable"), (True, None, None)),
+        among=itertools.product((False, True), (None, "amp_bf16"), (None, "composable", "selective")),
+    ),
 )
 @on_ranks(2)
-def test_the_peak_of_a_step_is_that_of_a_real_one(precision: str | None, recomputed: str | None) -> None:
+def test_the_peak_of_a_step_is_that_of_a_real_one(
+    ddp: bool, precision: str | None, recomputed: str | None
+) -> None:
     """Of every allocation of torch on the CPU, gloo's buffers included."""
-    for config in (
-        ParallelismConfig(activation_checkpointing=recomputed, check_order=False),
-        ParallelismConfig(activation_checkpointing=recomputed, ddp=DDPConfig()),
-    ):
-        estimate, real = planned_and_real_peak(_model, (4, 64), config, precision)
-        assert 0.98 * real <= estimate.peak <= 1.02 * real
-        assert sum(estimate.at_peak.values()) == estimate.peak
+    kind: dict[str, Any] = {"ddp": DDPConfig()} if ddp else {"check_order": False}
+    config = ParallelismConfig(activation_checkpointing=recomputed, **kind)
+    estimate, real = planned_and_real_peak(_model, (4, 64), config, precision)
+    assert 0.98 * real <= estimate.peak <= 1.02 * real
+    assert sum(estimate.at_peak.values()) == estimate.peak
 
 
 def test_a_fused_step_has_no_temporary_tensors() -> None:

@@ -18,6 +18,7 @@ from composer_dist.distributed.plan.work import Device
 from composer_dist.distributed.steps import collector_paused
 from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import fails
+from tests.kit.grids import slow
 from tests.kit.huggingface import pretrained_gpt2
 from tests.kit.measure import Collectives, profiled
 from tests.kit.world import on_ranks
@@ -57,6 +58,7 @@ WAYS: dict[str, tuple[int, Callable[[], ParallelismConfig]]] = {
         lambda: config(BOTH, mesh={"dp_shard": 2, "tp": 2}, activation_checkpointing="composable"),
     ),
     "selective": (4, lambda: config(mesh={"dp_shard": 2, "cp": 2}, activation_checkpointing="selective")),
+    "selective cp": (2, lambda: config(mesh={"cp": 2}, activation_checkpointing="selective")),
     "cp x tp": (4, lambda: config(TPConfig(), mesh={"cp": 2, "tp": 2})),
 }
 
@@ -65,11 +67,9 @@ WAYS: dict[str, tuple[int, Callable[[], ParallelismConfig]]] = {
 @pytest.mark.parametrize(
     ("way", "make"),
     [
-        *((way, llama) for way in ("tp", "sequence", "loss", "cp", "fsdp2 x tp", "selective")),
-        *(("sequence", pretrained_gpt2), ("loss", capped)),
-        pytest.param("recomputed", llama, marks=pytest.mark.slow),
-        pytest.param("cp x tp", llama, marks=pytest.mark.slow),
-        pytest.param("cp x tp", pretrained_gpt2, marks=pytest.mark.slow),
+        *(("tp", llama), ("sequence", pretrained_gpt2), ("loss", capped), ("selective cp", llama)),
+        *(slow(way, llama) for way in ("sequence", "loss", "cp", "fsdp2 x tp", "selective")),
+        *(slow("recomputed", llama), slow("cp x tp", llama), slow("cp x tp", pretrained_gpt2)),
     ],
 )
 @on_ranks(lambda way, make: WAYS[way][0])

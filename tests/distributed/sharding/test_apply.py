@@ -3,6 +3,7 @@
 Longer than other files: all structures are compared by one function.
 """
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from composer_dist.distributed import named_parameters_canonical, parallelize_mo
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit import models
 from tests.kit.compare import assert_same_training, fails_alike
+from tests.kit.grids import in_the_default_run, slow
 from tests.kit.models import batch
 from tests.kit.world import on_ranks
 
@@ -146,11 +148,20 @@ def _beside() -> nn.Module:
 
 
 DDP = ParallelismConfig(ddp=DDPConfig())
+WRAPPED = ParallelismConfig(activation_checkpointing="wrapped")
 
 
 @pytest.mark.promise(82)
-@pytest.mark.parametrize("config", ["fsdp", DDP, ParallelismConfig(activation_checkpointing="wrapped")])
-@pytest.mark.parametrize("build", [_with_rotary, _repeated_block, _inner_layer, _beside])
+@pytest.mark.parametrize(
+    ("build", "config"),
+    in_the_default_run(
+        *((_with_rotary, WRAPPED), (_repeated_block, "fsdp"), (_repeated_block, DDP)),
+        *((_inner_layer, "fsdp"), (_inner_layer, WRAPPED), (_beside, DDP)),
+        among=itertools.product(
+            (_with_rotary, _repeated_block, _inner_layer, _beside), ("fsdp", DDP, WRAPPED)
+        ),
+    ),
+)
 @on_ranks(2)
 def test_one_module_under_several_names_trains_like_one_process(build: Build, config: Any) -> None:
     assert_same_training(build, config)
@@ -196,8 +207,8 @@ def test_what_the_user_has_sharded_is_left_and_the_rest_prepared() -> None:
     ("shape", "names", "placed"),
     [
         ((2,), None, ["S(0)"]),
-        ((2,), ("a",), ["S(0)"]),
-        ((2, 2), None, ["R", "S(0)"]),
+        slow((2,), ("a",), ["S(0)"]),
+        slow((2, 2), None, ["R", "S(0)"]),
         ((2, 2), ("a", "b"), ["R", "S(0)"]),
     ],
 )
@@ -220,7 +231,7 @@ def _replicas(shards: int) -> ParallelismConfig:
     [
         (2, models.tied, _replicas(1), 4),
         (4, models.scalar, _replicas(2), 4),
-        (4, models.EncoderDecoder, _replicas(2), 5),
+        slow(4, models.EncoderDecoder, _replicas(2), 5),
         (4, models.B, FSDP2Config(reshard_after_forward=2), 4),
     ],
 )
@@ -245,13 +256,13 @@ A, B, C, PARENT = "m2.a.weight", "m2.b.weight", "m5.a.weight", "m2.weight"
         ({}, {"": False}, ["m2"], ["m2"], 4),
         # Composer refuses these; here they train like one process.
         ({B: A}, {"": True, "m2.a": True, "m2.b": True}, None, ["", "m2.a", "m2.b"], 0),
-        ({B: A}, {"": True, "m2.a": True}, None, ["", "m2.a"], 0),
-        ({B: A}, {"": True, "m2": True}, None, ["", "m2"], 0),
-        ({C: A}, {"": True, "m2": True}, None, ["", "m2"], 0),
-        ({C: A}, {"": True}, None, [""], 0),
+        slow({B: A}, {"": True, "m2.a": True}, None, ["", "m2.a"], 0),
+        slow({B: A}, {"": True, "m2": True}, None, ["", "m2"], 0),
+        slow({C: A}, {"": True, "m2": True}, None, ["", "m2"], 0),
+        slow({C: A}, {"": True}, None, [""], 0),
         ({C: A}, {"": True, "m2.a": False, "m5.a": True}, None, ["", "m5.a"], 0),
         ({C: A}, {}, ["m2"], ["", "m2"], 0),
-        ({PARENT: A}, {"": True, "m2": True}, None, ["", "m2"], 0),
+        slow({PARENT: A}, {"": True, "m2": True}, None, ["", "m2"], 0),
         ({PARENT: A}, {"": True, "m2": True, "m2.a": True}, None, ["", "m2", "m2.a"], 0),
         ({PARENT: A}, {"": True, "m2.a": True}, None, ["", "m2.a"], 0),
         ({PARENT: A, C: A}, {"": True, "m2": True}, None, ["", "m2"], 0),

@@ -19,6 +19,7 @@ from composer_dist.structure.structure import read_structure
 from tests.kit import huggingface
 from tests.kit.compare import same, values
 from tests.kit.decoder import Decoder, token_batch
+from tests.kit.grids import in_the_default_run
 from tests.kit.meshes import config, ddp, mesh
 from tests.kit.models import B
 from tests.kit.toy import built
@@ -66,7 +67,10 @@ CASES: dict[str, tuple[int, Any, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("tp", "ddp tied", "fsdp tied", "ddp amp", "fsdp checkpointed", "fsdp x tp", "ddp")
+
+
+@pytest.mark.parametrize("case", in_the_default_run(*(one for one in CASES if one not in SLOW), among=CASES))
 @on_ranks(lambda case: CASES[case][0])
 def test_units_and_the_rest_are_compared_in_every_mode(case: str) -> None:
     """Outputs, the loss and all gradients, with what each unit gets, returns and gives back."""

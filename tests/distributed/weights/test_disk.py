@@ -46,6 +46,7 @@ from composer_dist.structure.structure import read_structure
 from composer_dist.tensors.blueprint import Blueprint
 from tests.kit.compare import close, fails_alike, same, values
 from tests.kit.files import saved
+from tests.kit.grids import in_the_default_run, slow
 from tests.kit.huggingface import gpt2, llama, phi3, qwen3, tied_llama
 from tests.kit.measure import profiled
 from tests.kit.meshes import config, mesh
@@ -73,8 +74,13 @@ def same_start_and_training(model: nn.Module, optimizer: torch.optim.Optimizer) 
     close(values(model), values(expected))
 
 
-@pytest.mark.parametrize("start", ["meta", "cpu"])
-@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "start"),
+    in_the_default_run(
+        *((1, 1, "cpu"), (2, 1, "meta"), (2, 1, "cpu"), (4, 2, "meta")),
+        among=[(*each, start) for each in ((1, 1), (2, 1), (4, 1), (4, 2)) for start in ("meta", "cpu")],
+    ),
+)
 @on_ranks("ranks")
 @mock.patch.object(shares, "SMALL", 64)  # so that replicas share
 def test_every_rank_reads_its_parts_and_nothing_else(
@@ -96,7 +102,7 @@ def test_every_rank_reads_its_parts_and_nothing_else(
     same_start_and_training(model, optimizer)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, slow(4)])
 @on_ranks("ranks")
 @mock.patch.object(shares, "SMALL", 64)  # so that replicas share
 def test_replicas_read_a_share_each(tmp_path: Path, ranks: int) -> None:
@@ -185,8 +191,15 @@ def test_a_base_checkpoint_and_new_adapters(tmp_path: Path) -> None:
     torch.testing.assert_close(model(input_ids=ids).logits, reference(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("make", [phi3, qwen3, gpt2, tied_llama])
-@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "make"),
+    in_the_default_run(
+        *((2, 1, phi3), (2, 1, gpt2), (4, 1, qwen3), (4, 2, tied_llama)),
+        among=[
+            (*each, make) for each in ((2, 1), (4, 1), (4, 2)) for make in (phi3, qwen3, gpt2, tied_llama)
+        ],
+    ),
+)
 @on_ranks("ranks")
 @mock.patch.object(shares, "SMALL", 64)  # so that replicas share
 def test_tensor_parallel_models_read_their_windows(
@@ -338,7 +351,7 @@ def opened(path: Path) -> Pretrained:
 ONE, TWO = ["dp_shard", "tp", "dp_replicate"], ["dp_replicate dp_shard", "dp_shard tp", "dp_replicate tp"]
 
 
-@pytest.mark.parametrize("names", [*ONE, *TWO])
+@pytest.mark.parametrize("names", in_the_default_run("tp", *TWO[1:], among=[*ONE, *TWO]))
 @on_ranks(4)
 @mock.patch.object(shares, "SMALL", 16)  # so that replicas share
 def test_any_layout_on_any_mesh_shared_in_windows(tmp_path: Path, names: str) -> None:

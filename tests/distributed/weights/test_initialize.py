@@ -12,6 +12,7 @@ from composer_dist.distributed import init_context, meta_init, parallelize_model
 from composer_dist.distributed.weights.initialize import assert_no_meta
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit.compare import fails_alike, same, values
+from tests.kit.grids import in_the_default_run
 from tests.kit.meshes import config
 from tests.kit.toy import Kinds, Toy, built, tokens
 from tests.kit.world import on_ranks
@@ -33,16 +34,23 @@ def alone(name: str, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor
     return values(model)
 
 
+MODELS = [
+    *((name, None) for name in ("Toy", "Kinds", "llama", "t5", "mamba", "bert", "mixtral")),
+    ("Kinds", torch.bfloat16),
+    ("llama", torch.bfloat16),
+]
+
+
 @pytest.mark.promise(36)
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *((name, None) for name in ("Toy", "Kinds", "llama", "t5", "mamba", "bert", "mixtral")),
-        ("Kinds", torch.bfloat16),
-        ("llama", torch.bfloat16),
-    ],
+    ("name", "dtype", "ranks", "replicas"),
+    in_the_default_run(
+        *((name, None, 2, 1) for name in ("t5", "mamba", "bert", "mixtral")),
+        *(("Toy", None, 1, 1), ("Toy", None, 4, 2), ("Kinds", None, 4, 1), ("llama", None, 4, 2)),
+        *(("Kinds", torch.bfloat16, 2, 1), ("llama", torch.bfloat16, 2, 1)),
+        among=[(*one, *mesh) for one in MODELS for mesh in ((1, 1), (2, 1), (4, 1), (4, 2))],
+    ),
 )
-@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
 @on_ranks("ranks")
 def test_the_same_bits_on_any_number_of_ranks(
     name: str, dtype: torch.dtype | None, ranks: int, replicas: int

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -87,7 +86,3 @@ class Deaf(Callback):
 
 
 EVERY = [preset.value for preset in Preset]
-
-
-def in_the_default_run(*chosen: str, among: list[str]) -> list[object]:
-    return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in among]
