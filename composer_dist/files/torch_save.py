@@ -28,7 +28,7 @@ from composer_dist.files.checkpoint_format import BLOCK, StoredFile
 from composer_dist.files.checksums import seal, unseal
 from composer_dist.files.index import Entry, Index, Pieces, check_limits
 from composer_dist.files.other_libraries import allowed, normalized
-from composer_dist.wording import listed
+from composer_dist.wording import dtype_name, listed
 
 _MOST = 256
 """Checksums in a seal: torch 2.13 looks for the archive's end only in the last 4096 bytes of a small file."""
@@ -159,6 +159,7 @@ def index_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> Index:
         raise CheckpointValueError(f"{path} is corrupt: {error}.") from error
     entries: dict[str, Entry] = {}
     pieces: dict[str, Pieces] = {}
+    dtypes: dict[int, torch.dtype] = {}
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         record, first = _torch.offset_in_file(tensor), int(tensor.storage_offset())
@@ -166,6 +167,12 @@ def index_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> Index:
         room = -1 if min(tensor.stride(), default=0) < 0 else places.get(record, 0)
         if tensor.numel() and (last + 1) * tensor.itemsize > room:
             raise CheckpointValueError(f"{path} is corrupt: {name} is not inside of its storage.")
+        if (
+            tensor.numel() and dtypes.setdefault(record, tensor.dtype) != tensor.dtype
+        ):  # torch takes the first
+            raise CheckpointValueError(
+                f"{path} is corrupt: {name} reads {dtype_name(dtypes[record])} as {dtype_name(tensor.dtype)}."
+            )
         check_limits(str(path), name, shape)
         if tensor.nbytes > path.stat().st_size + _LARGEST_VIEW:
             raise CheckpointValueError(f"{path}: {name} repeats its elements to {tensor.nbytes} bytes.")
