@@ -130,7 +130,7 @@ def _plan_load(values: State, groups: Groups | None, held: Sequence[str], strict
     """The state to load; tensors' values are in "full", and everything else is plain."""
     known = {*values, *(name for group in groups or () for name in group["params"])}
     missing = [name for name in held if name not in known]
-    unexpected = [name for name in known if name not in held]
+    unexpected = sorted(known.difference(held))
     StateMismatch(missing, unexpected).check("The state does not match the optimizer", strict)
     state: State = {name: values.get(name, {}) for name in held if name in known}
     tensors = _labeled(state)

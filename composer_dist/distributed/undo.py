@@ -39,9 +39,10 @@ def unparallelize_model(model: nn.Module, optimizer: Optimizer | Sequence[Optimi
     model again, with any configuration.
 
     All ranks of the model's mesh call it together. Afterwards every rank holds the whole model, gradients
-    and state. Tensors are gathered one after the other: beside what it holds before and afterwards, a rank
-    needs memory for one whole tensor and for its part of it, each at most 256 MiB. 8-bit and 4-bit state,
-    which each rank has quantized for its part, is dequantized, and quantized again as a whole.
+    and state. Tensors are gathered in buckets: beside what it holds before and afterwards, a rank needs
+    memory for one bucket and for its part of it. A bucket is as large as the largest tensor, at least 1 MiB
+    and at most 256 MiB. 8-bit and 4-bit state, which each rank has quantized for its part, is dequantized,
+    and quantized again as a whole.
 
     Args:
         model: prepared by `parallelize_model`, `parallelize_composer_model` or `prepare_fully_shard`, or a

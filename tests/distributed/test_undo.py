@@ -18,6 +18,7 @@ from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit.compare import close, fails_alike, grads, part_of, same, shape_of, values
 from tests.kit.decoder import Decoder, loss_of, token_batch
 from tests.kit.grids import in_the_default_run
+from tests.kit.measure import messages
 from tests.kit.meshes import config, ddp, mesh
 from tests.kit.toy import built
 from tests.kit.world import on_ranks
@@ -162,6 +163,24 @@ def test_no_bit_changes_on_the_way_there_and_back(mode: str) -> None:
     step(model, optimizer, 2)
     scheduler.step()
     assert seen == ["forward", "gradient"]
+
+
+@pytest.mark.promise(114)
+@on_ranks(2)
+def test_small_tensors_are_gathered_together() -> None:
+    model = built(lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(50))))
+    optimizer = adam(model)
+    parallelize_model(model, config(), optimizer)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    state = {name: one.full_tensor() for name, one in states(optimizer).items() if isinstance(one, DTensor)}
+    before = {**values(model), **state}
+    with messages() as sent:
+        unparallelize_model(model, optimizer)
+    assert len(sent) == 1
+    after = {**values(model), **states(optimizer)}
+    assert len(before) == 300
+    same({name: after[name] for name in before}, before)
 
 
 @pytest.mark.promise(114)

@@ -104,9 +104,10 @@ def plan(restore: Restore, key: str) -> _OptimizerLoading:
     names = parameter_names(model, optimizer)
     held = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     known = dict.fromkeys([*state, *(name for group in groups or () for name in group["params"])])
+    names_held = set(held)
     wanted = [name for name in held if not restore.ignore(f"{key}.{name}")]
     mismatch.missing += [f"{key}.{name}" for name in wanted if name not in known]
-    mismatch.unexpected += [f"{key}.{name}" for name in known if name not in held]
+    mismatch.unexpected += [f"{key}.{name}" for name in known if name not in names_held]
     described = {name: state.get(name, {}) for name in wanted if name in known}
     for group in groups or ():  # a learning rate may be a tensor
         group.update({option: opened.read(value, paths) for option, value in group.items()})

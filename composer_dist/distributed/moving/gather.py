@@ -30,6 +30,8 @@ from composer_dist.tensors.parts import elements
 
 BUCKET_BYTES = 256 << 20
 """Most bytes of gathered tensors that a rank holds beside those that it keeps."""
+LEAST_BYTES = 1 << 20
+"""Most bytes of a bucket of tensors that are smaller: one collective for many of them."""
 _ALIGNED = 16
 """Where a slice begins in a message, so that it can be read as any dtype: multiples of so many bytes."""
 _CPU = torch.device("cpu")
@@ -93,7 +95,8 @@ def gather_each(tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
     """Index and full value, as `gather` gives it, of every tensor, each as soon as it is complete.
 
     A collective: every rank must exhaust it. The parts travel in buckets that are as large as the largest
-    tensor, at most `BUCKET_BYTES`, in memory that is used again. It lets go of each part that has travelled.
+    tensor, at least `LEAST_BYTES` and at most `BUCKET_BYTES`, in memory that is used again. It lets go of
+    each part that has travelled.
     """
     cut: dict[DeviceMesh, dict[int, Gathered]] = {}
     tensor: Tensor | None = None
@@ -105,7 +108,8 @@ def gather_each(tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
             yield index, gather(tensor)
     del tensor
     for mesh, freights in cut.items():
-        device, limit = Mesh(mesh).device, min(BUCKET_BYTES, max(one.nbytes for one in freights.values()))
+        largest = max(one.nbytes for one in freights.values())
+        device, limit = Mesh(mesh).device, min(BUCKET_BYTES, max(LEAST_BYTES, largest))
         yield from zip(
             freights, _collect(list(freights.values()), Mesh(mesh), True, device, limit), strict=True
         )

@@ -1,6 +1,9 @@
 """Optimizer state by name: live, and made anew for a reader."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +14,16 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Optimizer
 
 from composer_dist._torch import checkpoint_wrapper
+from composer_dist.checkpoint import (
+    full_optimizer,
+    full_optimizer_state,
+    load_checkpoint,
+    load_full_optimizer_state,
+    save_checkpoint,
+)
+from composer_dist.checkpoint.kinds import optimizer as optimizer_kind
 from composer_dist.checkpoint.kinds.optimizer import prepare_optimizer_state
-from composer_dist.checkpoint.kinds.optimizer_names import named_optimizer_state
+from composer_dist.checkpoint.kinds.optimizer_names import named_optimizer_state, parameter_names
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
 from tests.kit.compare import fails
@@ -136,6 +147,37 @@ def test_groups_match_by_name_in_any_order_and_state_can_be_taken_away() -> None
     assert found == [(0.02, 0.0), (0.01, 0.1)]
     prepare_optimizer_state(model, optimizer, {"scale": {}}).install()
     assert "scale" not in named_optimizer_state(model, optimizer)["state"]
+
+
+def test_names_are_looked_up_and_not_compared_with_all_others(tmp_path: Path) -> None:
+    compared: list[str] = []
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(self)
+            return str.__eq__(self, other)
+
+    def names_of(*args: Any) -> dict[int, str]:
+        return {number: Name(name) for number, name in parameter_names(*args).items()}
+
+    model = nn.ParameterList(torch.ones(2) for _ in range(300))
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(one.sum() for one in model).backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    save_checkpoint(tmp_path / "saved", state)
+    full = full_optimizer_state(model, optimizer)
+    calls: dict[Any, Callable[[], object]] = {
+        optimizer_kind: lambda: load_checkpoint(tmp_path / "saved", state),
+        full_optimizer: lambda: load_full_optimizer_state(model, optimizer, full),
+    }
+    for module, call in calls.items():
+        compared.clear()
+        with mock.patch.object(module, "parameter_names", names_of):
+            call()
+        assert 0 < len(compared) < 20 * len(model)
 
 
 @on_ranks(2)
