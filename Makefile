@@ -83,6 +83,7 @@ bench: $(VENV)/.dev
 	@set -e; for file in $(sort $(shell grep -l __main__.: benchmarks/*.py)); do \
 		echo "== $$file"; $(BIN)/python $$file; \
 	done
+	@echo "== benchmarks/load"; $(BIN)/python -m benchmarks.load
 
 accuracy: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.accuracy > $(VENV)/accuracy.md

@@ -2,12 +2,16 @@
 
 import os
 import random
+import subprocess
 import sys
 import threading
+import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -257,3 +261,30 @@ def module_names() -> bool:
 
 def test_functions_are_imported_under_their_own_name(world2: World) -> None:
     assert world2(module_names) == [True, True]
+
+
+SLEEPERS = """
+import os, sys, time
+from pathlib import Path
+from tests.kit.forked import as_script, outcomes
+
+def body(folder):
+    Path(sys.argv[1], os.environ["RANK"]).write_text(f"{os.getpid()} ")
+    time.sleep(600)
+
+as_script(lambda: list(outcomes([("", body, 3)], lambda folder: [], 600.0)))
+"""
+
+
+def test_forked_ranks_end_with_the_process_that_forked_them(tmp_path: Path) -> None:
+    main = subprocess.Popen(
+        [sys.executable, "-c", SLEEPERS, tmp_path], env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    files = [tmp_path / str(rank) for rank in range(3)]
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not all(one.exists() and one.read_text().endswith(" ") for one in files):
+        time.sleep(0.05)
+    ranks = [psutil.Process(int(one.read_text())) for one in files]
+    main.kill()
+    main.wait()
+    assert psutil.wait_procs(ranks, timeout=60)[1] == []

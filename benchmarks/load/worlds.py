@@ -94,6 +94,7 @@ def parameters(folder: Path, size: int) -> Measured:
     stage(found, "save, with AdamW's state", lambda: save_checkpoint(folder / "checkpoint", state))
     stage(found, "load", lambda: load_checkpoint(folder / "checkpoint", state))
     stage(found, "full_model_state", lambda: full_model_state(model))
+    stage(found, "undo, with AdamW's state", lambda: unparallelize_model(model, optimizer))
     return found
 
 

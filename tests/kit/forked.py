@@ -4,7 +4,8 @@ Each world has a process of its own, in which it is measured. That process is th
 orphans fall (man 2 PR_SET_CHILD_SUBREAPER), and it has its own /dev/shm and its own small disk, where the
 kernel lets it. A rank runs `body` outside of everything that this process was doing, and ends as a script
 does (its threads, then what is registered with atexit), but for the teardown of modules, which takes longer
-than all the rest: `main` has to be called as `as_script(main)`.
+than all the rest: `main` has to be called as `as_script(main)`. Ranks are killed when the process that has
+forked them ends, however it does.
 """
 
 import atexit
@@ -37,7 +38,7 @@ _OTHERS = ("pymp-", "torchinductor_")
 """Temporary folders that torch's DataLoader leaves in healthy runs too, and a cache of its compiler."""
 _ORPHANS = 10.0
 """Seconds in which what a rank has started has to end after it."""
-_CLONE_NEWNS, _CLONE_NEWUSER, _PR_SET_CHILD_SUBREAPER = 1 << 17, 1 << 28, 36
+_CLONE_NEWNS, _CLONE_NEWUSER, _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1 << 17, 1 << 28, 1, 36
 _MS_BIND, _MS_REC, _MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
 """Of linux/sched.h, linux/prctl.h and linux/mount.h."""
 
@@ -113,10 +114,10 @@ def outcomes(
     while True:
         while len(running) < at_once and (one := next(waiting, None)):
             name, body, ranks = one
-            folder = Path(tempfile.mkdtemp(prefix="forked-"))
+            folder, parent = Path(tempfile.mkdtemp(prefix="forked-")), os.getpid()
             if (child := os.fork()) == 0:
                 try:
-                    _measure(body, ranks, folder, look, limit)
+                    _measure(body, ranks, folder, look, limit, parent)
                 except Exception:
                     traceback.print_exc()
                     os._exit(1)
@@ -138,13 +139,23 @@ def see_another(source: Path, target: Path) -> None:
         raise OSError(ctypes.get_errno(), "cannot see another file")
 
 
-def _measure(body: Body, ranks: int, folder: Path, look: Callable[[Path], list[str]], limit: float) -> None:
+def _end_with(parent: int) -> None:
+    """Have this process killed when its parent ends, also if it has ended already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _measure(
+    body: Body, ranks: int, folder: Path, look: Callable[[Path], list[str]], limit: float, parent: int
+) -> None:
     """Run one world, write its outcome, and end."""
     began = time.monotonic()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for name in ("disk", "temporary"):
         (folder / name).mkdir()
     found = Outcome(isolated=_isolate(folder / "disk"))
+    _end_with(parent)  # a new namespace of users would take that back
     port = _free_port()
     pids = [_start(body, rank, ranks, folder, port) for rank in range(ranks)]
     ends = _await(pids, limit)
@@ -168,8 +179,10 @@ def _measure(body: Body, ranks: int, folder: Path, look: Callable[[Path], list[s
 
 
 def _start(body: Body, rank: int, ranks: int, folder: Path, port: int) -> int:
+    parent = os.getpid()
     if child := os.fork():
         return child
+    _end_with(parent)
     os.setsid()
     text = os.open(folder / f"text-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (text, 1), (text, 2)):
