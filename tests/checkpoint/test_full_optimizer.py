@@ -26,6 +26,7 @@ from composer_dist.distributed import parallelize_model
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError, ParallelismValueError
 from tests.kit.compare import equal, fails_alike
 from tests.kit.decoder import Decoder
+from tests.kit.grids import slow
 from tests.kit.huggingface import gpt2
 from tests.kit.measure import messages
 from tests.kit.meshes import MESHES
@@ -326,7 +327,9 @@ def test_ranks_with_different_state_say_which() -> None:
 
 
 @pytest.mark.promise(103)
-@pytest.mark.parametrize(("ranks", "reshard_after_forward"), [(4, True), (4, False), (4, 2), (2, False)])
+@pytest.mark.parametrize(
+    ("ranks", "reshard_after_forward"), [(2, True), (2, False), (4, 2), slow(4, True), slow(4, False)]
+)
 @on_ranks("ranks")
 def test_states_after_an_eval_forward(ranks: int, reshard_after_forward: Any) -> None:
     def evaluate() -> None:

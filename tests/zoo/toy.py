@@ -25,24 +25,18 @@ FAST: tuple[str, ...] = (
     "albert",  # one layer called many times; tied decoder and its bias
     "bart",  # an embedding shared by encoder, decoder and head
     "bert",  # tied decoder whose bias belongs to another module
-    "bloom",
     "clip",  # a scalar parameter
     "deberta-v2",  # relative positions shared by all layers
     "deepseek_v3",  # latent attention; router with a bias buffer
     "deformable_detr",  # tied heads; frozen backbone; a parameter that is real under meta
     "encodec",  # weight-norm parametrizations; LSTM; codebooks in buffers
-    "falcon",
     "gemma3_text",  # non-persistent buffers per layer type
-    "gpt2",  # Conv1D, its weight transposed
-    "llama",
     "llama4",  # a complex buffer; an idle vision tower; experts in one 3-D parameter
     "mamba",  # conv1d's and dt_proj's weights used without their forward
     "mixtral",
-    "qwen2_moe",
     "rwkv",
     "t5",  # tied three ways; relative bias in the first block only
     "videomae",  # a plain tensor attribute
-    "vit",
     "wav2vec2",  # parametrized convolution; group norm
     "whisper",  # frozen positions; tied head
     "zamba",  # whole layers tied, parameter by parameter

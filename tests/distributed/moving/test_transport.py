@@ -24,6 +24,7 @@ from composer_dist.distributed.moving.transport import Transport
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismError
 from tests.kit.compare import alike, fails_alike, full, same, values
+from tests.kit.grids import slow
 from tests.kit.measure import profiled
 from tests.kit.meshes import awkward_tensors, cargoes_of, config
 from tests.kit.toy import built
@@ -95,15 +96,25 @@ def test_a_way_that_does_not_exist_is_refused() -> None:
 
 FULL = torch.arange(7.0 * 12).view(7, 12)
 WINDOWS = {"rows": (0, 1), "columns": (1, 1), "fused": (1, 3), "not cut": (None, 1)}
-MESHES = ["dp_shard", "dp_replicate", "tp", "dp_replicate dp_shard", "dp_shard tp", "dp_replicate tp"]
+MESHES = ["dp_shard", "tp", "dp_replicate", "dp_replicate dp_shard", "dp_shard tp", "dp_replicate tp"]
 
 
-@pytest.mark.parametrize("asked", ["memory", "messages"])
+@pytest.mark.parametrize(
+    ("asked", "meshes"),
+    [
+        ("memory", MESHES[::2]),
+        ("messages", MESHES[1::2]),
+        slow("memory", MESHES[1::2]),
+        slow("messages", MESHES[::2]),
+    ],
+)
 @on_ranks(4)
-def test_every_element_arrives_from_one_source_and_from_several_at_once(asked: str) -> None:
+def test_every_element_arrives_from_one_source_and_from_several_at_once(
+    asked: str, meshes: list[str]
+) -> None:
     """Awkward shapes and dtypes, tensor-parallel windows, and what has no address."""
     everything = awkward_tensors((torch.float32, torch.bfloat16, torch.bool))
-    for names in MESHES:
+    for names in meshes:
         dims = tuple(names.split())
         mesh = init_device_mesh("cpu", (4,) if len(dims) == 1 else (2, 2), mesh_dim_names=dims)
         here = Mesh(mesh).here

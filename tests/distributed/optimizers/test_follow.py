@@ -3,6 +3,7 @@
 Longer than other files: all optimizers go through the same few helpers.
 """
 
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from composer_dist.distributed.optimizers.check import check_optimizers, forgott
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.structure.structure import read_structure
 from tests.kit.compare import close, fails, fails_alike, full, same, values
+from tests.kit.grids import in_the_default_run, slow
 from tests.kit.meshes import config
 from tests.kit.toy import Toy, built, tokens, train, trainable
 from tests.kit.world import on_ranks
@@ -75,8 +77,14 @@ def refused(model: nn.Module, optimizer: Any, *texts: str, **options: Any) -> No
 
 
 @pytest.mark.promise(25)
-@pytest.mark.parametrize("before", [0, 1], ids=["fresh", "after-a-step"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "before"),
+    in_the_default_run(
+        *((name, 1) for name in OPTIMIZERS),
+        *((name, 0) for name in ("SGD-momentum", "AdamW", "Adagrad", "ASGD")),
+        among=itertools.product(OPTIMIZERS, (0, 1)),
+    ),
+)
 @on_ranks(2)
 def test_every_optimizer_goes_on_as_if_nothing_had_been_sharded(name: str, before: int) -> None:
     (model, optimizer), (single, other) = start(name), start(name)
@@ -501,7 +509,7 @@ def test_dtypes_and_frozen_parameters_in_one_unit() -> None:
 
 
 @pytest.mark.promise(24)
-@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), slow(4, 1), (4, 2)])
 @on_ranks("ranks")
 def test_training_equals_the_unsharded_model(ranks: int, replicas: int) -> None:
     (model, optimizer), (single, other) = start(), start()

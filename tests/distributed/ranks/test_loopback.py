@@ -41,11 +41,11 @@ WAYS = {
     "train -n": "from composer_dist.cli.launch import launch_local\n"
     "import os; launch_local(2, ['-c', open('rank.py').read() + f'listening({os.getpid()})'])",
     "one process, launch": "import os\nfrom rank import *\nif __name__ == '__main__':\n"
-    "    listening(os.getpid())\n    launch(listening, 2, 'spawn', (os.getpid(),))",
-    "mpirun": "import os, subprocess, sys\nranks = [subprocess.Popen([sys.executable, '-c', "
-    "open('rank.py').read() + f'listening({os.getpid()})'], env=os.environ | {'RANK': str(rank), "
-    "'WORLD_SIZE': '2', 'MASTER_ADDR': 'localhost', 'MASTER_PORT': sys.argv[1]}) for rank in (0, 1)]\n"
-    "sys.exit(any([rank.wait() for rank in ranks]))",
+    "    listening(os.getpid())\n    launch(listening, 2, 'fork', (os.getpid(),))",
+    "mpirun": "import os, sys\nfrom rank import *\nstart = os.getpid()\nfor rank in '01':\n"
+    "    if os.fork() == 0:\n        os.environ |= {'RANK': rank, 'WORLD_SIZE': '2', "
+    "'MASTER_ADDR': 'localhost', 'MASTER_PORT': sys.argv[1]}\n        listening(start)\n        sys.exit()\n"
+    "sys.exit(any([os.wait()[1] for rank in '01']))",
 }
 
 

@@ -11,6 +11,7 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismError
 from tests.kit.compare import alike, fails_alike, full, same, values
+from tests.kit.grids import in_the_default_run
 from tests.kit.meshes import config
 from tests.kit.toy import Buffers, Kinds, Toy, built
 from tests.kit.world import on_ranks
@@ -24,8 +25,16 @@ def make(name: str, device: str, seed: int = 0) -> nn.Module:
 
 
 @pytest.mark.promise(41)
-@pytest.mark.parametrize("name", ["Toy", "Kinds", "Buffers", "llama", "t5"])
-@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("name", "ranks", "replicas"),
+    in_the_default_run(
+        *((name, 2, 1) for name in ("Toy", "Buffers", "llama", "t5")),
+        *(("Kinds", 4, 2), ("Toy", 4, 2)),
+        among=[
+            (name, *one) for name in ("Toy", "Kinds", "Buffers", "llama", "t5") for one in ((2, 1), (4, 2))
+        ],
+    ),
+)
 @on_ranks("ranks")
 def test_rank_0s_values_reach_ranks_on_meta(name: str, ranks: int, replicas: int) -> None:
     model = make(name, "cpu" if dist.get_rank() == 0 else "meta")

@@ -22,6 +22,7 @@ from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError, P
 from composer_dist.files.checked import LocalSink
 from composer_dist.trainer import Callback, CheckpointSaver, Logger, State
 from composer_dist.trainer.callbacks import checkpoint_saver
+from tests.kit.grids import in_the_default_run
 from tests.kit.scripts.locking import holding
 from tests.kit.world import World
 from tests.trainer.callbacks.test_checkpoint_saver import names, trainer
@@ -71,16 +72,23 @@ def test_training_continues_when_saves_fail(world2: World, tmp_path: Path, async
     assert names(tmp_path) == ["ep1-ba6", "ep1-ba7", "ep2-ba8"]
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-@pytest.mark.parametrize("asynchronous", [False, True])
+FAULTS = [
+    ((LocalPlace, "reserve"), errno.EROFS),
+    ((LocalPlace, "sink"), errno.ENOENT),
+    ((LocalSink, "write"), errno.ENOSPC),
+    ((LocalPlace, "finish"), errno.EIO),
+]
+
+
 @pytest.mark.parametrize(
-    ("place", "code"),
-    [
-        ((LocalPlace, "reserve"), errno.EROFS),
-        ((LocalPlace, "sink"), errno.ENOENT),
-        ((LocalSink, "write"), errno.ENOSPC),
-        ((LocalPlace, "finish"), errno.EIO),
-    ],
+    ("place", "code", "asynchronous", "kind"),
+    in_the_default_run(
+        *((*fault, False, kind) for fault, kind in zip(FAULTS, ("sharded", "full") * 2, strict=True)),
+        *((*fault, True, kind) for fault, kind in zip(FAULTS, ("full", "sharded") * 2, strict=True)),
+        among=[
+            (*fault, late, kind) for fault in FAULTS for late in (False, True) for kind in ("sharded", "full")
+        ],
+    ),
 )
 def test_a_run_whose_last_save_fails_fails_at_its_end(
     tmp_path: Path, place: tuple[type, str], code: int, asynchronous: bool, kind: Any
