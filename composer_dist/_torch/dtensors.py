@@ -2,7 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
+from inspect import currentframe
 from itertools import compress
+from math import prod
+from traceback import walk_stack
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composer_dist._torch.data_writes import read_data
 from composer_dist._torch.gathered import is_changed_view, is_gathered
+from composer_dist._torch.operations import BY_INDEX, fill_diagonal, write_part
 from composer_dist._torch.tensors import storage_key, version
 from composer_dist.errors import ParallelismRuntimeError
 
@@ -33,6 +38,29 @@ def refuse_local_scalars(message: str) -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = scalar
+
+
+def reduce_exactly() -> None:
+    """Have reductions of shards whose parts may be empty, and `any`, give what they give of whole tensors.
+
+    The largest value of an empty part is an error on that rank alone, and torch adds up how many ranks have
+    any, which is more than one where it is cast to a number. By the same table. Since torch 2.2.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+
+    def reduce(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor: DTensor = args[0]
+        whole = [Replicate()] * tensor.device_mesh.ndim
+        if op not in _ANY and _is_uneven(tensor):
+            args = (tensor.redistribute(placements=whole), *args[1:])
+        handlers.pop(op, None)
+        try:
+            result = op(*args, **kwargs)
+        finally:
+            handlers[op] = reduce
+        return result.redistribute(placements=whole) if op in _ANY and _is_partial(result) else result
+
+    handlers.update(dict.fromkeys(_ANY | _LARGEST, reduce))
 
 
 def check_scaled_gradients() -> None:
@@ -73,7 +101,9 @@ def cheap_detach() -> Iterator[None]:
         handlers.pop(_aten.detach.default, None)
 
 
-def refuse_lost_writes(to_view: str, at_once: str, to_data: str, to_share: str, to_send: str) -> None:
+def refuse_lost_writes(
+    to_view: str, at_once: str, to_data: str, to_share: str, to_send: str, of_whole: str
+) -> None:
     """Have what DTensors lose, what writes the same into the part of every rank, and what crashes them raise.
 
     A part of a sharded dimension (`parameter.data[0]`) is a gathered copy, so what is written there is lost.
@@ -82,7 +112,7 @@ def refuse_lost_writes(to_view: str, at_once: str, to_data: str, to_share: str, 
     fast as before. Those of optimizers that write into many tensors are counted as changes. Since torch 2.6.
 
     Args:
-        at_once, to_send: with a place for the operation's name.
+        at_once, to_send, of_whole: with a place for the operation's name.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     if _PARTS[0] in handlers:
@@ -123,16 +153,19 @@ def refuse_lost_writes(to_view: str, at_once: str, to_data: str, to_share: str, 
             raise ParallelismRuntimeError(to_view)
         if not _is_cut(args[0], on_any_device=True):
             return run(op, args, kwargs, write_by_index)
-        _write_part(op, *args, **kwargs)  # torch refuses most, and index_copy_ makes another layout of it
+        write_part(op, *args, **kwargs)  # torch refuses most, and index_copy_ makes another layout of it
         return args[0]
 
     def send(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise ParallelismRuntimeError(to_send.format(op.overloadpacket.__name__.rstrip("_")))
 
     handlers.update(dict.fromkeys(_PARTS, part) | dict.fromkeys(_SENDS, send))
-    handlers.update(dict.fromkeys(_FILLS | _MANY, write) | dict.fromkeys(_BY_INDEX, write_by_index))
+    handlers.update(dict.fromkeys(_FILLS | _MANY, write) | dict.fromkeys(BY_INDEX, write_by_index))
     setattr(DTensor, "data", property(read_data, _refusing(to_data)))  # noqa: B010 - mypy knows its type
     setattr(DTensor, "share_memory_", _refusing(to_share))  # noqa: B010
+    setattr(DTensor, "fill_diagonal_", fill_diagonal)  # noqa: B010
+    for name in _WITH_ANOTHER:
+        setattr(DTensor, name, _explained(getattr(torch.Tensor, name), of_whole.format(name)))
 
 
 _holders: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
@@ -186,48 +219,26 @@ def _alike(written: Sequence[Any], args: tuple[Any, ...]) -> Iterator[tuple[Any,
         )
 
 
-def _write_part(op: Any, tensor: DTensor, *args: Any, **kwargs: Any) -> None:
-    """Write by a mask or by indices into this rank's part of a sharded tensor what the rank has of it.
+def _explained(method: Callable[..., Any], message: str) -> Callable[..., Any]:
+    """A method of DTensor that raises `message` for whole tensors, except in methods of modules.
 
-    Masks, indices and values are the same on all ranks, as without sharding. Except for one value at a mask,
-    the operation runs on whole tensors of zeros and of ones, which show what it writes, and where.
+    There, the modules' names are known further out.
     """
-    part: Any = tensor._local_tensor
-    kind, adds = op.overloadpacket, op.overloadpacket in _ADDS
-    mask, value = None, None
-    if kind is _aten.masked_fill_:
-        mask, value = args
-    elif kind is _aten.index_put_:
-        indices, value = args[:2]
-        adds = kwargs.get("accumulate", args[2] if len(args) > 2 else False)
-        if len(indices) == 1 and indices[0].dtype is torch.bool and value.numel() == 1 and not adds:
-            mask, value = indices[0], value.reshape(())
-    if mask is not None:
-        mask = mask.reshape((*mask.shape, *[1] * (tensor.ndim - mask.ndim))) if op in _PREFIXED else mask
-        part.masked_fill_(_part_of(mask.expand(tensor.shape), tensor), _whole(value))
-        return
-    args, kwargs = tuple(map(_whole, args)), {key: _whole(one) for key, one in kwargs.items()}
-    zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=part.device)
-    low = op(zeros, *args, **kwargs)
-    if adds:
-        part.add_(_part_of(low, tensor))
-        return
-    written = low.isnan().logical_or_(low == op(torch.ones_like(low), *args, **kwargs))
-    part.copy_(torch.where(_part_of(written, tensor), _part_of(low, tensor), part))
 
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except RuntimeError as error:
+            if "got mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            for frame, _ in walk_stack(currentframe()):
+                caller = next(iter(frame.f_locals.values()), None)
+                if isinstance(caller, nn.Module) and hasattr(type(caller), frame.f_code.co_name):
+                    raise
+            raise ParallelismRuntimeError(message) from error
 
-def _whole(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_whole(one) for one in value]
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _part_of(tensor: Any, like: DTensor) -> Any:
-    """What a rank has of a tensor that is sharded like another; of a whole one without communication."""
-    if not isinstance(tensor, DTensor):
-        whole = [Replicate()] * like.device_mesh.ndim
-        tensor = DTensor.from_local(tensor.contiguous(), like.device_mesh, whole, run_check=False)
-    return tensor.redistribute(placements=like.placements)._local_tensor
+    return call
 
 
 def _is_gathered(tensor: Any) -> bool:
@@ -239,6 +250,17 @@ def _is_cut(tensor: DTensor, on_any_device: bool) -> bool:
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     cut = any(size > 1 and placement.is_shard() for placement, size in sizes)
     return cut and (on_any_device or tensor.device_mesh.device_type == "cpu")
+
+
+def _is_uneven(tensor: DTensor) -> bool:
+    """Whether parts of a sharded tensor differ in size, so that some may be empty."""
+    cuts = list(zip(tensor.placements, tensor.device_mesh.shape, strict=True))
+    dims = {placement.dim for placement, _ in cuts if placement.is_shard()}  # type: ignore[attr-defined]
+    return any(tensor.shape[dim] % prod(size for one, size in cuts if one.is_shard(dim)) for dim in dims)
+
+
+def _is_partial(result: Any) -> bool:
+    return isinstance(result, DTensor) and any(placement.is_partial() for placement in result.placements)
 
 
 def _refusing(message: str) -> Callable[..., None]:
@@ -259,16 +281,27 @@ _FILLS = frozenset(
     for packet in [getattr(_aten, name)]
     for overload in packet.overloads()
 )
-_PREFIXED = (_aten.index_put_.default,)
-"""A mask of the first dimensions; in the others, one of the last."""
-_ADDS = frozenset((_aten.index_add_, _aten.scatter_add_))
-_BY = "index_put_ index_copy_ index_fill_ put_ scatter_ masked_fill_ masked_scatter_ triu_ tril_"
-_BY_INDEX = frozenset(
+_ANY = frozenset(getattr(_aten.any, overload) for overload in ("default", "dim", "dims"))
+_LARGEST = frozenset(
     getattr(packet, overload)
-    for packet in [*(getattr(_aten, name) for name in _BY.split()), *_ADDS]
+    for packet in (
+        getattr(_aten, name) for name in ["max", "min", "amax", "amin", "argmax", "argmin", "aminmax"]
+    )
     for overload in packet.overloads()
-    if "out" not in overload
+    if overload in ("default", "dim")
 )
+_WITH_ANOTHER = [
+    "add_",
+    "sub_",
+    "mul_",
+    "div_",
+    "copy_",
+    "lerp_",
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+]
 _MANY = frozenset(
     getattr(packet, overload)
     for name in dir(torch)

@@ -1,4 +1,4 @@
-"""Operations of the dispatcher, and torch.compile."""
+"""Operations of the dispatcher, those that write by masks and indices into shards, and torch.compile."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ from torch import nn
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch.distributed.tensor import DTensor, Replicate
 
 # The mode that intercepts operations, with which initializers are traced. Since torch 1.13.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -123,3 +124,66 @@ def has_compiled_call(module: nn.Module) -> bool:
 def forget_step_hooks(optimizer: Any) -> None:
     """Give an optimizer no hooks, such as a copy that shares those of another one."""
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+
+def write_part(op: Any, tensor: DTensor, *args: Any, **kwargs: Any) -> None:
+    """Write by a mask or by indices into this rank's part of a sharded tensor what the rank has of it.
+
+    Masks, indices and values are the same on all ranks, as without sharding. Except for one value at a mask,
+    the operation runs on whole tensors of zeros and of ones, which show what it writes, and where; or on the
+    whole tensor, if the result depends on what is there.
+    """
+    part: Any = tensor._local_tensor
+    kind = op.overloadpacket
+    depends = kind in _REDUCES or "reduce" in op._overloadname
+    if kind in (_aten.index_put_, _aten.put_):
+        depends = kwargs.get("accumulate", args[2] if len(args) > 2 else False)
+    mask, value = None, None
+    if kind is _aten.masked_fill_:
+        mask, value = args
+    elif kind is _aten.index_put_ and not depends and len(args[0]) == 1 and args[1].numel() == 1:
+        mask, value = (args[0][0], args[1].reshape(())) if args[0][0].dtype is torch.bool else (None, None)
+    if mask is not None:
+        mask = mask.reshape((*mask.shape, *[1] * (tensor.ndim - mask.ndim))) if op in _PREFIXED else mask
+        part.masked_fill_(_part_of(mask.expand(tensor.shape), tensor), _whole(value))
+        return
+    args, kwargs = tuple(map(_whole, args)), {key: _whole(one) for key, one in kwargs.items()}
+    if depends:
+        part.copy_(_part_of(op(tensor.full_tensor(), *args, **kwargs), tensor))
+        return
+    low = op(torch.zeros(tensor.shape, dtype=tensor.dtype, device=part.device), *args, **kwargs)
+    written = low.isnan().logical_or_(low == op(torch.ones_like(low), *args, **kwargs))
+    part.copy_(torch.where(_part_of(written, tensor), _part_of(low, tensor), part))
+
+
+def fill_diagonal(tensor: DTensor, fill_value: float, wrap: bool = False) -> DTensor:
+    """Fill the diagonal by a mask; torch would write through a view of a part."""
+    mask = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor._local_tensor.device)
+    return tensor.masked_fill_(mask.fill_diagonal_(True, wrap), fill_value)  # type: ignore[return-value]
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_whole(one) for one in value]
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _part_of(tensor: Any, like: DTensor) -> Any:
+    """What a rank has of a tensor that is sharded like another; of a whole one without communication."""
+    if not isinstance(tensor, DTensor):
+        whole = [Replicate()] * like.device_mesh.ndim
+        tensor = DTensor.from_local(tensor.contiguous(), like.device_mesh, whole, run_check=False)
+    return tensor.redistribute(placements=like.placements)._local_tensor
+
+
+_aten = torch.ops.aten
+_PREFIXED = (_aten.index_put_.default,)
+"""A mask of the first dimensions; in the others, one of the last."""
+_REDUCES = frozenset((_aten.index_add_, _aten.scatter_add_, _aten.index_reduce_, _aten.scatter_reduce_))
+_BY = "index_put_ index_copy_ index_fill_ put_ scatter_ masked_fill_ masked_scatter_ triu_ tril_"
+BY_INDEX = frozenset(
+    getattr(packet, overload)
+    for packet in [*(getattr(_aten, name) for name in _BY.split()), *_REDUCES]
+    for overload in packet.overloads()
+    if "out" not in overload
+)

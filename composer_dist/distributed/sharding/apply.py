@@ -61,6 +61,10 @@ _SHARED = (
     "A sharded tensor cannot share its memory with other processes: torch would crash. Call "
     "model.share_memory() on a copy that is not prepared, which full_state_dict can fill."
 )
+_WHOLE = (
+    "{}() of a sharded parameter or gradient takes no whole tensor. Shard it too: distribute_tensor(tensor, "
+    "gradient.device_mesh, gradient.placements)."
+)
 _SENT = (
     "torch.distributed's {} takes no sharded tensors, whose parts differ between the ranks. FSDP2 keeps the "
     "ranks equal without PostLocalSGDOptimizer and model averagers; give collectives of your own "
@@ -127,7 +131,8 @@ def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
     record(structure.modules[""]).state_dict_type = plan.state_dict_type
     average_plain(structure, mesh.fsdp)
     _torch.refuse_local_scalars(_SCALAR)
-    _torch.refuse_lost_writes(_PART, _EVERYWHERE, _DATA, _SHARED, _SENT)
+    _torch.refuse_lost_writes(_PART, _EVERYWHERE, _DATA, _SHARED, _SENT, _WHOLE)
+    _torch.reduce_exactly()
     _torch.check_scaled_gradients()
     _torch.explain_in_backward(refused)
     units = {unit.name: structure.modules[unit.name] for unit in plan.units}

@@ -62,7 +62,9 @@ class ConsoleLogger(LoggerDestination):
         self._pending.clear()
 
     def _write(self, state: State, name: str, lines: Sequence[str]) -> None:
-        head = f"[epoch {state.timestamp.epoch}, batch {state.timestamp.batch}]{name}"
+        at = state.timestamp
+        epoch = max(1, at.epoch + (at.batch_in_epoch > 0))  # counted from 1, as the progress bar does
+        head = f"[epoch {epoch}, batch {at.batch}]{name}"
         print("\n  ".join([head, *lines]), file=self._stream or sys.stderr, flush=True)
 
 

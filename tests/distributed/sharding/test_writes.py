@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import parallelize_model
+from composer_dist.errors import ParallelismRuntimeError
 from tests.kit.compare import grads, weights
 from tests.kit.world import on_ranks
 
@@ -33,6 +34,10 @@ def _parameters(model: nn.Module) -> None:
         parameter.data[parameter.data > 0] = 0
 
 
+def _rows(gradient: Tensor) -> Tensor:
+    return torch.zeros(1, *gradient.shape[1:], dtype=torch.int64)
+
+
 FIRST = torch.tensor([0])
 WRITES: dict[str, Callable[[nn.Module], None]] = {
     "own mask": _of_each(lambda g, mask: g.__setitem__(g > 0, 0)),
@@ -45,6 +50,12 @@ WRITES: dict[str, Callable[[nn.Module], None]] = {
     "put_": _of_each(lambda g, mask: g.index_put_((FIRST,), torch.tensor(1.0), accumulate=True)),
     "index_copy_": _of_each(lambda g, mask: g.index_copy_(0, FIRST, torch.ones(1, *g.shape[1:]))),
     "index_add_": _of_each(lambda g, mask: g.index_add_(0, FIRST, torch.ones(1, *g.shape[1:]))),
+    "put_ adds": _of_each(lambda g, mask: g.put_(FIRST, torch.ones(1), accumulate=True)),
+    "scatter_ multiplies": _of_each(lambda g, mask: g.scatter_(0, _rows(g), 3.0, reduce="multiply")),
+    "scatter_reduce_": _of_each(lambda g, mask: g.scatter_reduce_(0, _rows(g), torch.ones(g.shape), "amax")),
+    "fill_diagonal_": _of_each(lambda g, mask: g.fill_diagonal_(7) if g.ndim == 2 else None),
+    "largest": _of_each(lambda g, mask: g.sub_(g.amax()).sub_(g.max(0)[0])),
+    "any": _of_each(lambda g, mask: g.mul_((g > 0).any().float()).mul_(1 + (g > 0).any(0).int())),
     "tril_": _of_each(lambda g, mask: g.tril_() if g.ndim == 2 else None),
     "parameters": _parameters,
 }
@@ -66,3 +77,15 @@ def test_writes_by_masks_and_indices_into_shards_are_those_into_whole_tensors(re
             for key, value in expected.items():
                 told = f"{name}, {key}: {{}}".format
                 torch.testing.assert_close(found[key], value, equal_nan=True, msg=told)
+
+
+@on_ranks(2)
+def test_a_whole_tensor_written_into_a_shard_is_told_by_name() -> None:
+    model = nn.Linear(4, 4)
+    parallelize_model(model, ParallelismConfig())
+    model(torch.ones(2, 4)).sum().backward()
+    gradient = model.weight.grad
+    assert isinstance(gradient, Tensor)
+    for write in (gradient.mul_, gradient.copy_, gradient.__imul__):
+        with pytest.raises(ParallelismRuntimeError, match="takes no whole tensor. Shard it too: distr"):
+            write(torch.ones(4, 4))

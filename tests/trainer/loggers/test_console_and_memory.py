@@ -37,7 +37,7 @@ def test_the_console_prints_every_interval() -> None:
         now.timestamp = Timestamp(batch=batch)
         logger.log_metrics({"loss": torch.tensor(1.0 / batch), "lr": 0.1})
         console.batch_end(now, logger)
-    first, second = ["[epoch 0, batch 2]", "  loss  0.5"], ["[epoch 0, batch 4]", "  loss  0.25"]
+    first, second = ["[epoch 1, batch 2]", "  loss  0.5"], ["[epoch 1, batch 4]", "  loss  0.25"]
     assert stream.getvalue().splitlines() == [*first, "  lr    0.1", *second, "  lr    0.1"]
 
 
@@ -47,6 +47,8 @@ def test_the_console_prints_once_per_epoch_and_on_rank_0_only() -> None:
         on_rank = At(init=lambda state, rank=rank: setattr(state, "rank", rank))
         fitted(loggers=ConsoleLogger("1ep", stream=stream), callbacks=on_rank, max_duration="3ep")
         assert stream.getvalue().count("loss/train/total") == lines
+        heads = [line.split(",")[0] for line in stream.getvalue().splitlines() if line.startswith("[epoch")]
+        assert heads[-lines:] == ["[epoch 1", "[epoch 2", "[epoch 3"][:lines]
 
 
 @pytest.mark.promise(98)
