@@ -38,7 +38,7 @@ class _ModuleThen:
         held: dict[str | None, dict[Any, Any]] = {
             name: dict(own[name])
             for name in _HELD
-            if own.get(name)  # torch.jit keeps them elsewhere
+            if own.get(name) and isinstance(own[name], dict)  # torch.jit keeps them elsewhere
         }
         held[None] = {key: value for key, value in own.items() if not isinstance(value, _LEFT_OUT)}
         return cls(type(module), _copied(of(module)), held)
@@ -48,6 +48,7 @@ class _ModuleThen:
         own = vars(module)
         for name in (None, *_HELD):
             was, now = self.held.get(name, {}), own if name is None else own.get(name, {})
+            now = now if isinstance(now, dict) else {}
             for key in was.keys() | now.keys() if was or now else ():
                 then, after = was.get(key, _ABSENT), now.get(key, _ABSENT)
                 after = _ABSENT if name is None and isinstance(after, _LEFT_OUT) else after

@@ -8,6 +8,7 @@ from functools import partial
 from torch import nn
 from torch.optim import Optimizer
 
+from composer_dist import _torch
 from composer_dist.distributed.before_steps import before_every_step
 from composer_dist.distributed.forwards import call_through
 from composer_dist.distributed.mesh.mesh import Mesh
@@ -37,7 +38,8 @@ def arm(structure: Structure, plan: ReplicaPlan, mesh: Mesh, optimizers: Sequenc
         ignored=[structure.tensors[name].get() for name in plan.ignored],
         mesh=mesh,
     )
-    refuse_copy(type(model))
+    if _torch.is_replicated(model):  # not in evaluation only: it has its own class
+        refuse_copy(type(model))
     call_through(model, plan.forward_methods)
     before_every_step(replica, Replica.check_of)
     ends = record(model).ends

@@ -12,11 +12,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 
 from composer_dist import _torch
 from composer_dist.distributed import forwards
 from composer_dist.distributed.prepared import refuse_copy
 from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.structure.families import class_name
 from composer_dist.structure.names import ancestors, canonical_name, child_name
 from composer_dist.wording import dtype_name, listed
 
@@ -69,19 +72,20 @@ def _explain(error: RuntimeError, module: nn.Module) -> None:
     if (unit := next((above for above in ancestors(reader) if above in units), None)) is None:
         return
     params = _torch.fsdp_params(units[unit])
+    is_gathered = any(_torch.gathered_param(param) is not None for param in params)
     if not is_mixed:
         low = next((param.mp_policy.param_dtype for param in params), None)
         if low is not None:
             raise _other_dtypes(error, low, unit, names, inside) from error
     elif _torch.current_backward() != -1:
         return  # a recomputed block: see `refused`
-    elif (written := re.search(r"(?:aten\.)?(\w+_)\.\w+:? got mixed", said)) is not None:
+    elif not is_gathered and (written := re.search(r"(?:aten\.)?(\w+_)\.\w+:? got mixed", said)) is not None:
         raise ParallelismRuntimeError(
             f"{reader or 'The root'} wrote a whole tensor into a sharded parameter or gradient "
             f"({written[1]}). Shard it too: distribute_tensor(tensor, gradient.device_mesh, "
             "gradient.placements)."
         ) from error
-    elif not params or any(_torch.gathered_param(param) is not None for param in params):
+    elif is_gathered or not params:
         raise ParallelismRuntimeError(
             f"{reader or 'The root'} used sharded parameters of another unit: FSDP2 gathers them in calls of "
             "their own unit only. Call that, or leave it whole: Rule(..., shard=False)."
@@ -113,6 +117,42 @@ def _other_dtypes(
         f"they are used (buffer.to(x.dtype)), or compute it all in float32: Rule({unit!r}, mixed_precision="
         f"{{'param_dtype': 'float32', 'output_dtype': {dtype_name(low)!r}}})."
     )
+
+
+@functools.cache
+def refuse_pruning() -> None:
+    """Have `torch.nn.utils.prune`, whose masks are whole tensors, refuse sharded parameters."""
+
+    def check(module: nn.Module, name: str) -> None:
+        if isinstance(vars(module)["_parameters"].get(name), DTensor):
+            raise ParallelismRuntimeError(
+                f"torch.nn.utils.prune cannot change {name} of a {class_name(module)}, because it is "
+                "sharded. Prune the model before the preparation; to prune it now, or to remove a pruning, "
+                "call unparallelize_model(model) first."
+            )
+
+    pruning: Any = prune.BasePruningMethod
+    applied, removed, of_all = pruning.apply, pruning.remove, prune.global_unstructured
+
+    @functools.wraps(applied)
+    def apply(cls: Any, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+        check(module, name)
+        return applied.__func__(cls, module, name, *args, **kwargs)
+
+    @functools.wraps(removed)
+    def remove(self: Any, module: nn.Module) -> None:
+        check(module, f"{self._tensor_name}_orig")
+        removed(self, module)
+
+    @functools.wraps(of_all)
+    def apply_to_all(parameters: Iterable[tuple[nn.Module, str]], *args: Any, **kwargs: Any) -> None:
+        parameters = [*parameters]
+        for module, name in parameters:
+            check(module, name)
+        of_all(parameters, *args, **kwargs)
+
+    pruning.apply, pruning.remove = classmethod(apply), remove
+    prune.global_unstructured = apply_to_all
 
 
 def used_outside(part: nn.Module, unit: nn.Module) -> ParallelismRuntimeError:
@@ -191,7 +231,7 @@ def changed_in_forward(name: str, module: nn.Module, parameters: Sequence[str]) 
     Such a change is lost, or differs from rank to rank, in every way of training on several ranks.
     """
     return (
-        f"The forward of {name or 'the root'} ({_torch.original_class(type(module)).__name__}) changed "
+        f"The forward of {name or 'the root'} ({class_name(module)}) changed "
         f"{listed(parameters)} in place, which is lost when FSDP2 frees the gathered copy, and would "
         "differ from rank to rank. Make what forward updates a buffer (register_buffer), or update the "
         "parameter after the optimizer's step, inside of summon_full_params(model, writeback=True)."

@@ -55,7 +55,7 @@ def test_the_others_say_what_the_first_one_said(
 ) -> None:
     with pytest.raises(WorkerError) as caught:
         world2(fails_elsewhere, error, kind, **options)
-    assert caught.value.results == {0: f"Rank 1: {text} (at 'the loss of batch 2')"}
+    assert caught.value.results == {0: f"Rank 1: {text} (at 'the loss of batch 3')"}
 
 
 def test_alone_an_error_is_itself() -> None:
@@ -97,7 +97,7 @@ def test_a_rank_that_ends_without_a_word_is_named_with_the_step(
     with pytest.raises(WorkerError) as caught:
         world2(ends_without_a_word, event)
     assert caught.value.results == {
-        0: f"Rank 1 ended while rank 0 was at '{where} of batch 2'; see the output there."
+        0: f"Rank 1 ended while rank 0 was at '{where} of batch 3'; see the output there."
     }
 
 

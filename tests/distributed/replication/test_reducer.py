@@ -277,6 +277,7 @@ def test_evaluation_only_synchronizes() -> None:
     cls = type(model)
     done = parallelize_model(model, ddp(evaluate_only=True, sync="rank0"))
     assert type(model) is cls
+    copy.deepcopy(built())  # its class is left as it is
     assert "evaluate_only" in done.plan.explain("")
     assert alike(model)
     with torch.no_grad():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from composer_dist.config.mesh import MeshConfig
@@ -241,3 +241,25 @@ def test_what_torch_jit_has_compiled_is_not_cut(traced: bool, mode: str) -> None
     parallelize_model(model, _averages("ddp"))
     model(torch.ones(2, 4)).sum().backward()
     assert len(grads(model)) == 4
+
+
+@on_ranks(2)
+def test_pruning_of_sharded_parameters_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    prune.l1_unstructured(model[0], "bias", 2)
+    parallelize_model(model, ParallelismConfig())
+    for apply in (
+        lambda: prune.l1_unstructured(model[1], "weight", 2),
+        lambda: prune.custom_from_mask(model[1], "weight", torch.ones(1, 4)),
+        lambda: prune.global_unstructured([(model[1], "weight")], prune.RandomUnstructured, amount=2),
+    ):
+        with fails(
+            ParallelismRuntimeError, "prune cannot change weight of a Linear, because it is sharded. Prune"
+        ):
+            apply()
+    with fails(ParallelismRuntimeError, "prune cannot change bias_orig of a Linear"):
+        prune.remove(model[0], "bias")
+    model(torch.ones(2, 4)).sum().backward()
+    unparallelize_model(model)
+    prune.remove(model[0], "bias")
+    assert (model[0].bias == 0).sum() == 2
