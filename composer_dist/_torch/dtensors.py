@@ -220,16 +220,22 @@ def _alike(written: Sequence[Any], args: tuple[Any, ...]) -> Iterator[tuple[Any,
 
 
 def _explained(method: Callable[..., Any], message: str) -> Callable[..., Any]:
-    """A method of DTensor that raises `message` for whole tensors, except in methods of modules.
+    """A method of DTensor that takes other layouts, and raises `message` for whole tensors.
 
-    There, the modules' names are known further out.
+    Not in methods of modules: there, the modules' names are known further out.
     """
 
     @wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
         try:
-            return method(*args, **kwargs)
+            return method(tensor, *args, **kwargs)
         except RuntimeError as error:
+            if "require placement changes" in str(error):
+                laid_out = (
+                    one.redistribute(placements=tensor.placements) if isinstance(one, DTensor) else one
+                    for one in args
+                )
+                return method(tensor, *laid_out, **kwargs)
             if "got mixed torch.Tensor and DTensor" not in str(error):
                 raise
             for frame, _ in walk_stack(currentframe()):

@@ -12,6 +12,7 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit.compare import grads, weights
+from tests.kit.grids import slow
 from tests.kit.world import on_ranks
 
 pytestmark = pytest.mark.promise(104)
@@ -57,11 +58,12 @@ WRITES: dict[str, Callable[[nn.Module], None]] = {
     "largest": _of_each(lambda g, mask: g.sub_(g.amax()).sub_(g.max(0)[0])),
     "any": _of_each(lambda g, mask: g.mul_((g > 0).any().float()).mul_(1 + (g > 0).any(0).int())),
     "tril_": _of_each(lambda g, mask: g.tril_() if g.ndim == 2 else None),
+    "another layout": _of_each(lambda g, mask: g.copy_(g.softmax(0)).add_(g.flip(0), alpha=2)),
     "parameters": _parameters,
 }
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, slow(2)])
 @on_ranks(4)
 def test_writes_by_masks_and_indices_into_shards_are_those_into_whole_tensors(replicas: int) -> None:
     for name, write in WRITES.items():
