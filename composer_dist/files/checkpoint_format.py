@@ -20,16 +20,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from composer_dist.errors import CheckpointError, CheckpointValueError
-from composer_dist.files.index import (
-    Entry,
-    Index,
-    Pieces,
-    check_count,
-    check_limits,
-    check_size,
-    dtype_named,
-    with_tuples,
-)
+from composer_dist.files.index import Entry, Index, Pieces, check_count, check_limits, check_size, dtype_named
 from composer_dist.tensors.parts import Dims, contiguous_strides, covers
 from composer_dist.wording import dtype_name, listed
 
@@ -39,6 +30,7 @@ DATA_FILE = re.compile(r"__[0-9]{1,9}_[0-9a-f]{8}\.distcp")
 VERSION = 1
 BLOCK = 16 << 20
 """Bytes per checksum of a file, so that several threads and ranks share the work."""
+_SEALED = re.compile(rb'\{"crc32":([0-9]{1,10}),"checkpoint":(.*)\}\n', re.DOTALL)
 Kind = Literal["model", "optimizer", "value"]
 KeyPath = tuple[str | int, ...]
 
@@ -139,13 +131,12 @@ class Manifest:
         Raises:
             CheckpointValueError: it is corrupt, contradicts itself, or is of a later version; names `source`.
         """
+        sealed = _SEALED.fullmatch(text)
         try:
-            read = json.loads(text)
-            body = read["checkpoint"]
-            sealed = read["crc32"] == zlib.crc32(_dump(body).encode()) and _dump(read) + "\n" == text.decode()
-        except (ValueError, KeyError, TypeError, RecursionError):
-            sealed = False
-        if not sealed:
+            body = json.loads(sealed[2]) if sealed and int(sealed[1]) == zlib.crc32(sealed[2]) else None
+        except (ValueError, RecursionError):
+            body = None
+        if not isinstance(body, dict):
             raise CheckpointValueError(f"{source} is corrupt or truncated: checksum mismatch.")
         try:
             if body["version"] > VERSION:
@@ -169,9 +160,7 @@ class Manifest:
         tensors = {}
         for name, (dtype, shape, chunks) in body["tensors"].items():
             check_limits(f"{source} is corrupt", name, shape)
-            boxes = tuple(Chunk(*chunk) for chunk in with_tuples(chunks))
-            for box in boxes:
-                check_limits(f"{source} is corrupt", name, box.sizes)
+            boxes = tuple(Chunk(tuple(start), tuple(sizes), *at) for start, sizes, *at in chunks)
             tensors[name] = StoredTensor(dtype_named(dtype, source), tuple(shape), boxes)
         files = [StoredFile(name, nbytes, tuple(checksums)) for name, nbytes, checksums in body["files"]]
         objects = {name: StoredObject(*place) for name, place in body["objects"].items()}
@@ -187,12 +176,15 @@ class Manifest:
         if len({file.name for file in self.files}) < len(self.files):
             yield "it names a file twice"
         for name, tensor in self.tensors.items():
-            if not all(self._has(one, prod(one.sizes) * tensor.dtype.itemsize) for one in tensor.chunks):
+            if any(len(one.sizes) != len(tensor.shape) for one in tensor.chunks):
+                yield f"parts of {name} have other dimensions than it has"
+            elif not all(self._has(one, prod(one.sizes) * tensor.dtype.itemsize) for one in tensor.chunks):
                 yield f"parts of {name} are not in its files"
             elif not covers(((one.start, one.sizes) for one in tensor.chunks), tensor.shape):
                 yield f"the parts of {name} overlap, are missing or are outside of it"
-        parts = ((prod(c.sizes) * t.dtype.itemsize for c in t.chunks) for t in self.tensors.values())
-        if sum(map(sum, parts)) > sum(file.nbytes for file in self.files if file.consistent):
+        if sum(prod(t.shape) * t.dtype.itemsize for t in self.tensors.values()) > sum(
+            file.nbytes for file in self.files if file.consistent
+        ):
             yield "its tensors are larger than its files"
         yield from (
             f"{name} is not in its files"

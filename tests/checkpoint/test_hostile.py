@@ -295,7 +295,6 @@ def test_one_storage_with_two_dtypes_is_refused(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.arange(6.0), "b": torch.ones(4, dtype=torch.int8)}}, file)
     start, second = file.read_bytes().split(b"CharStorage", 1)
     file.write_bytes(start + b"CharStorage" + second.replace(b"X\x01\x00\x00\x001", b"X\x01\x00\x00\x000", 1))
-    assert torch.load(file)["model"]["b"].dtype == torch.float32
     with pytest.raises(CheckpointValueError, match="model.b reads float32 as int8"):
         load_checkpoint(file)
 
