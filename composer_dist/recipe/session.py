@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from composer_dist.checkpoint import export_pretrained, full_model_state
 from composer_dist.distributed import (
+    HangGuard,
     Verification,
     meta_init,
     parallelize_composer_model,
@@ -24,6 +25,7 @@ from composer_dist.recipe.problems import blamed_on
 from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import ModuleModel
 from composer_dist.trainer import EMA, DistributedDataLoader, Time
+from composer_dist.trainer.arguments import hang_limits
 from composer_dist.trainer.clock import NoTokensError
 from composer_dist.trainer.data.loader import OtherDataError
 from composer_dist.trainer.data.randomness import seed_all
@@ -98,7 +100,9 @@ def _run(session: Session) -> None:
                 _say(f"Resuming from {trainer.resumed_from} after batch {batch}.")
             _say(_steps(session))
             trainer.fit()
-        finish(session)
+        limits = hang_limits(session.run.trainer.get("hang_timeout"))
+        with HangGuard(limits, doing=lambda: "the export").at("save"):
+            finish(session)
         _say(session.summary.text(trainer.state, session.run.out))
     finally:
         session.trainer.close()

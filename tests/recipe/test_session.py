@@ -1,6 +1,7 @@
 """What a run leaves: the user's module as one file."""
 
 import errno
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from composer_dist import users_code
+from composer_dist.distributed.ranks.hangs import guard
 from composer_dist.errors import CheckpointRuntimeError, ParallelismError, ParallelismKeyError
 from composer_dist.files.checked import LocalSink
 from composer_dist.recipe import session
@@ -55,6 +57,22 @@ def test_a_full_disk_is_named_with_the_models_file(tmp_path: Path, monkeypatch: 
     with pytest.raises(CheckpointRuntimeError) as error:
         _write_module(session)
     assert str(error.value) == f"Cannot write {tmp_path}/model.pt: No space left on device."
+
+
+@pytest.mark.promise(117)
+def test_a_hang_of_the_export_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[tuple[float, str]] = []
+    monkeypatch.setattr(guard.HangGuard, "_end", lambda one, idle, limit: ended.append((limit, one.doing())))
+
+    def finish(one: Any) -> None:
+        while not ended:
+            time.sleep(0.05)
+
+    monkeypatch.setattr(session, "finish", finish)
+    monkeypatch.setattr(session, "_steps", lambda one: "")
+    run = SimpleNamespace(trainer={"max_duration": "1ba", "hang_timeout": {"save": "1s"}}, out="runs/a")
+    session._run(SimpleNamespace(trainer=MagicMock(preparation=None), run=run, summary=MagicMock()))  # type: ignore[arg-type]
+    assert ended[0] == (1.0, "the export")
 
 
 @pytest.mark.parametrize(
