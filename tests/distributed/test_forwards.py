@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from composer_dist.distributed import forwards
 from composer_dist.distributed.forwards import Layer
 from composer_dist.errors import ParallelismRuntimeError
+from tests.kit.grids import slow
 
 pytestmark = pytest.mark.promise(104)
 
@@ -65,7 +66,9 @@ def expected(layers: set[Layer], inside: str) -> list[str]:
 
 
 @pytest.mark.parametrize("inside", ["forward", "own"])
-@pytest.mark.parametrize("order", list(permutations(Layer)))
+@pytest.mark.parametrize(
+    "order", [slow(one) if number % 7 else one for number, one in enumerate(permutations(Layer))]
+)
 def test_layers_added_and_removed_in_any_order(order: tuple[Layer, ...], inside: str) -> None:
     for backwards in permutations(Layer):
         block = Block()

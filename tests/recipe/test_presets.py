@@ -10,7 +10,7 @@ from torch import Tensor
 
 from composer_dist.cli.init import PRESETS
 from composer_dist.recipe.read import read_configuration
-from tests.kit.grids import in_the_default_run
+from tests.kit.grids import in_the_default_run, slow
 from tests.kit.scripts.recipes import EVERY, PROMPT, trained, trained_and_exported
 from tests.kit.world import World
 
@@ -48,13 +48,16 @@ def test_presets_train_alike_on_one_rank_and_two(
     assert one["losses"] == other["losses"] == pytest.approx(alone["losses"], rel=1e-4)
 
 
-def test_digits_reach_95_percent_on_one_rank_and_two(world1: World, world2: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("short", [["trainer.max_duration=20ba"], slow([])])
+def test_digits_reach_95_percent_on_one_rank_and_two(
+    short: list[str], world1: World, world2: World, tmp_path: Path
+) -> None:
     file = PRESETS / "vision.yaml"
-    (alone,) = world1(trained, file, f"out={tmp_path}/1")
-    one, other = world2(trained, file, f"out={tmp_path}/2")
-    assert len(alone["losses"]) > 20
+    (alone,) = world1(trained, file, f"out={tmp_path}/1", *short)
+    one, other = world2(trained, file, f"out={tmp_path}/2", *short)
+    assert len(alone["losses"]) >= 20
     assert one["losses"][:20] == pytest.approx(alone["losses"][:20], rel=1e-4, abs=0)
-    assert min(alone["accuracies"][-1], one["accuracies"][-1]) >= 0.95
+    assert min(alone["accuracies"][-1], one["accuracies"][-1]) >= (0.5 if short else 0.95)
     assert all(one[key] == other[key] for key in ("losses", "accuracies"))
 
 

@@ -133,6 +133,7 @@ def deep() -> Any:
         return llama(hidden_size=64, intermediate_size=96, vocab_size=50, num_hidden_layers=8)
 
 
+@pytest.mark.slow
 def test_advice_names_the_ranks_from_which_it_fits() -> None:
     """Too much is held on four ranks; hosts have four."""
     held = plan_parallelism(deep(), FSDP2Config(), world_size=4, optimizer="AdamW").memory()
