@@ -1,5 +1,6 @@
 """How much memory a rank needs: the parts that it holds exactly, the rest from a traced step."""
 
+import warnings
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,7 +110,9 @@ def held_memory(plan: Decisions, subject: Subject, here: Rank) -> tuple[MemoryEs
         else:
             held.update(parameters=nbytes, padding=max(padding, 0), gradients=gradient)
     held["buffers"] = sum(one.nbytes for one in here.tensors.values() if one.kind != "parameter")
-    stepped = [_step(optimizer, structure, here) for optimizer in subject.optimizers]
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.compile with fullgraph=")  # torch 2.12's
+        stepped = [_step(optimizer, structure, here) for optimizer in subject.optimizers]
     state, extra = sum(one for one, _ in stepped), max((most for _, most in stepped), default=0)
     held["host" if offloaded else "optimizer"] += state
     exact = {kind: held[kind] for kind, how in HOW.items() if how == "exact"}
@@ -162,8 +165,7 @@ def _step(optimizer: Optimizer | type[Optimizer], structure: Structure, rank: Ra
     twin.__dict__.update(vars(optimizer), state=defaultdict(dict), param_groups=groups)
     _torch.forget_step_hooks(twin)
     try:
-        with torch.compiler.set_stance("force_eager"):
-            twin.step()
+        twin.step()
     except (RuntimeError, TypeError) as error:
         raise ParallelismValueError(
             f"What {type(optimizer).__name__} needs is not known, because its step needs values ({error}). "
@@ -173,7 +175,7 @@ def _step(optimizer: Optimizer | type[Optimizer], structure: Structure, rank: Ra
     state = [part for one in held for part in inner_tensors(one).values() or [one]]
     parts = [one for group in groups for one in group["params"]]
     grads = (one.grad for one in parts if one.grad is not None)
-    with torch.compiler.set_stance("force_eager"), storages_made([*state, *parts, *grads]) as most:
+    with storages_made([*state, *parts, *grads]) as most:
         twin.step()
     fused = all(group.get("fused") for group in optimizer.param_groups)
     one_kernel = fused or is_low_bit(optimizer)  # which torchao compiles
