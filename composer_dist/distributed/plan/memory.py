@@ -177,8 +177,7 @@ def _step(optimizer: Optimizer | type[Optimizer], structure: Structure, rank: Ra
     grads = (one.grad for one in parts if one.grad is not None)
     with storages_made([*state, *parts, *grads]) as most:
         twin.step()
-    fused = all(group.get("fused") for group in optimizer.param_groups)
-    one_kernel = fused or is_low_bit(optimizer)  # which torchao compiles
+    one_kernel = is_low_bit(optimizer) or all(group.get("fused") for group in optimizer.param_groups)
     return sum(one.nbytes for one in state), 0 if one_kernel else most()
 
 
