@@ -11,10 +11,12 @@ from torch import nn
 
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.rule import Rule
-from composer_dist.distributed import parallelize_model
+from composer_dist.config.tensor_parallel import TPConfig
+from composer_dist.distributed import build_mesh, parallelize_model
 from tests.kit.meshes import ddp
 from tests.kit.world import on_ranks
 
+TWO = MeshConfig(dp_shard=1, tp=2)
 WAYS: dict[str, Any] = {
     "fsdp": {},
     "hsdp": {"mesh": MeshConfig(dp_replicate=2)},
@@ -57,3 +59,15 @@ def test_models_share_the_groups_of_one_mesh() -> None:
     second = prepared()
     assert dist.get_pg_count() == groups
     assert second[0].weight.device_mesh is first[0].weight.device_mesh
+
+
+@pytest.mark.parametrize("own", [False, True])
+@on_ranks(2)
+def test_models_share_the_parts_of_one_mesh(own: bool) -> None:
+    """Torch 2.13 compiles no second model whose part is equal to the first one's, but not the same."""
+    mesh = build_mesh(TWO) if own else TWO
+    models = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
+    for model in models:
+        parallelize_model(model, {"mesh": mesh, "tp": TPConfig(plan={"0": "colwise"})})
+    first, second = (model[0].weight.device_mesh for model in models)
+    assert (first is second, first.mesh_dim_names) == (True, ("tp",))

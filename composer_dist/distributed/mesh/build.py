@@ -44,7 +44,7 @@ def mesh_for(wanted: MeshConfig | DeviceMesh) -> Mesh:
         groups = [wanted.get_group(dim) for dim in range(2)]
         names = DIMENSIONS[:2]
         wanted = DeviceMesh.from_group(groups, wanted.device_type, wanted.mesh, mesh_dim_names=names)
-    mesh = Mesh(wanted)
+    mesh = Mesh.known(wanted)
     mesh.make_groups()
     return mesh
 
@@ -113,11 +113,11 @@ def meet(ask: Callable[[], R]) -> tuple[R, Mesh, Agreement]:
     if isinstance(request.mesh, DeviceMesh):
         return request, mesh_for(request.mesh), agreement
     if not reuse:
-        _made[asked] = dist.group.WORLD, build_mesh(request.mesh)
-    return request, Mesh(_made[asked][1]), agreement
+        _made[asked] = dist.group.WORLD, Mesh(build_mesh(request.mesh))
+    return request, _made[asked][1], agreement
 
 
-_made: dict[str, tuple[Any, DeviceMesh]] = {}
+_made: dict[str, tuple[Any, Mesh]] = {}
 """What ranks asked for, to the world's group and the mesh: models share it, as each group has threads."""
 _inherited: list[object] = []
 process_group.at_destroy.append(_made.clear)

@@ -24,13 +24,22 @@ class Mesh:
         """As torch has it."""
 
     @classmethod
-    def of(cls, tensor: DTensor) -> Mesh:
-        """The mesh of a sharded tensor; tensors of one mesh share one object."""
-        if (mesh := _recent.get(id(tensor.device_mesh))) is None:
+    def known(cls, mesh: DeviceMesh) -> Mesh:
+        """One object, with the same parts, for one mesh of torch.
+
+        Models on one mesh share its parts too: torch 2.13 finds an equal part of another model in a cache of
+        DTensor's, and cannot compile both.
+        """
+        if (found := _recent.get(id(mesh))) is None:
             if len(_recent) == 8:
                 _recent.clear()
-            mesh = _recent[id(tensor.device_mesh)] = cls(tensor.device_mesh)
-        return mesh
+            found = _recent[id(mesh)] = cls(mesh)
+        return found
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> Mesh:
+        """The mesh of a sharded tensor; tensors of one mesh share one object."""
+        return cls.known(tensor.device_mesh)
 
     @cached_property
     def dims(self) -> Mapping[str, int]:
@@ -188,5 +197,5 @@ def sampler_kwargs(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def forget_meshes() -> None:
-    """Drop what `Mesh.of` keeps, which holds the meshes' process groups."""
+    """Drop what `Mesh.known` keeps, which holds the meshes' process groups."""
     _recent.clear()
