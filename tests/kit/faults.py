@@ -296,7 +296,7 @@ def table(results: Mapping[Fault, tuple[Outcome, list[str]]], seconds: float) ->
     missed = {fault: found for fault, (_, found) in results.items() if found}
     lines = [
         f"Of {len(table_cells())} cells {len(results)} were tried, and {len(results) - len(missed)} are as "
-        f"promised; this took {seconds:.0f} s on {os.cpu_count()} cores, two at a time, beside other work.",
+        f"promised; this took {seconds:.0f} s on {os.cpu_count()} cores, two at a time.",
         "",
         "| step | " + " | ".join(KINDS) + " |",
         "|---" * (1 + len(KINDS)) + "|",
