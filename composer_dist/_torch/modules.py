@@ -1,7 +1,8 @@
 """Modules, their initializers and their optimizers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -13,7 +14,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper as checkpoint_wrapper,
 )
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 from torch.optim import Optimizer
+
+from composer_dist.errors import ParallelismRuntimeError
 
 # The base classes of batch norms and of convolutions. Since torch 0.4.
 AnyBatchNorm, AnyConvolution = nn.modules.batchnorm._BatchNorm, nn.modules.conv._ConvNd
@@ -108,3 +114,40 @@ def call_with_own_hooks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _is_of_libraries(hook: Any) -> bool:
     return str(getattr(hook, "__module__", None)).startswith(_OF_LIBRARIES)
+
+
+@cache
+def refuse_pruning(message: str) -> None:
+    """Have `torch.nn.utils.prune`, whose masks are whole tensors, refuse sharded parameters. Since torch 1.4.
+
+    Args:
+        message: with a place for the parameter.
+    """
+
+    def check(module: nn.Module, name: str) -> None:
+        if isinstance(module._parameters.get(name), DTensor):
+            kind = original_class(type(module)) if isinstance(module, FSDPModule) else type(module)
+            raise ParallelismRuntimeError(message.format(f"{name} of a {kind.__name__}"))
+
+    pruning: Any = prune.BasePruningMethod
+    applied, removed, of_all = pruning.apply, pruning.remove, prune.global_unstructured
+
+    @wraps(applied)
+    def apply(cls: Any, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+        check(module, name)
+        return applied.__func__(cls, module, name, *args, **kwargs)
+
+    @wraps(removed)
+    def remove(self: Any, module: nn.Module) -> None:
+        check(module, f"{self._tensor_name}_orig")
+        removed(self, module)
+
+    @wraps(of_all)
+    def apply_to_all(parameters: Iterable[tuple[nn.Module, str]], *args: Any, **kwargs: Any) -> None:
+        parameters = [*parameters]
+        for module, name in parameters:
+            check(module, name)
+        of_all(parameters, *args, **kwargs)
+
+    pruning.apply, pruning.remove = classmethod(apply), remove
+    prune.global_unstructured = apply_to_all

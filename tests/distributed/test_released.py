@@ -61,6 +61,7 @@ def test_models_share_the_groups_of_one_mesh() -> None:
     assert second[0].weight.device_mesh is first[0].weight.device_mesh
 
 
+@pytest.mark.promise(104)
 @pytest.mark.parametrize("own", [False, True])
 @on_ranks(2)
 def test_models_share_the_parts_of_one_mesh(own: bool) -> None:

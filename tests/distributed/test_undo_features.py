@@ -111,7 +111,7 @@ def test_adapters_quantized_weights_and_low_precision(case: str) -> None:
     warnings.simplefilter("ignore")  # peft's and transformers' own
     make, wishes, options = CASES[case]
     if case.endswith("nf4"):
-        pytest.importorskip("torchao")
+        pytest.importorskip("torchao", reason="NF4 is torchao's; it is an extra")
     undone(make, wishes, torch.arange(8) if make is Toy else TOKENS, **options)
 
 

@@ -23,7 +23,7 @@ from composer_dist.distributed.prepared import record
 from composer_dist.distributed.sharding.buffers import FollowBuffers
 from composer_dist.distributed.sharding.calls import Calls
 from composer_dist.distributed.sharding.check_order import check_call_order
-from composer_dist.distributed.sharding.explain import refuse_pruning, refused
+from composer_dist.distributed.sharding.explain import refused
 from composer_dist.distributed.sharding.generation import check_generation
 from composer_dist.distributed.sharding.hooks import (
     normalize_in_own_dtype,
@@ -64,6 +64,10 @@ _SHARED = (
 _WHOLE = (
     "{}() of a sharded parameter or gradient takes no whole tensor. Shard it too: distribute_tensor(tensor, "
     "gradient.device_mesh, gradient.placements)."
+)
+_PRUNED = (
+    "torch.nn.utils.prune cannot change {}, because it is sharded. Prune the model before the preparation; "
+    "to prune it now, or to remove a pruning, call unparallelize_model(model) first."
 )
 _SENT = (
     "torch.distributed's {} takes no sharded tensors, whose parts differ between the ranks. FSDP2 keeps the "
@@ -135,7 +139,7 @@ def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
     _torch.reduce_exactly()
     _torch.check_scaled_gradients()
     _torch.explain_in_backward(refused)
-    refuse_pruning()
+    _torch.refuse_pruning(_PRUNED)
     units = {unit.name: structure.modules[unit.name] for unit in plan.units}
     inside = [name for unit in plan.units for name in unit.modules]
     for name in inside:

@@ -12,8 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import prune
 
 from composer_dist import _torch
 from composer_dist.distributed import forwards
@@ -117,42 +115,6 @@ def _other_dtypes(
         f"they are used (buffer.to(x.dtype)), or compute it all in float32: Rule({unit!r}, mixed_precision="
         f"{{'param_dtype': 'float32', 'output_dtype': {dtype_name(low)!r}}})."
     )
-
-
-@functools.cache
-def refuse_pruning() -> None:
-    """Have `torch.nn.utils.prune`, whose masks are whole tensors, refuse sharded parameters."""
-
-    def check(module: nn.Module, name: str) -> None:
-        if isinstance(vars(module)["_parameters"].get(name), DTensor):
-            raise ParallelismRuntimeError(
-                f"torch.nn.utils.prune cannot change {name} of a {class_name(module)}, because it is "
-                "sharded. Prune the model before the preparation; to prune it now, or to remove a pruning, "
-                "call unparallelize_model(model) first."
-            )
-
-    pruning: Any = prune.BasePruningMethod
-    applied, removed, of_all = pruning.apply, pruning.remove, prune.global_unstructured
-
-    @functools.wraps(applied)
-    def apply(cls: Any, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-        check(module, name)
-        return applied.__func__(cls, module, name, *args, **kwargs)
-
-    @functools.wraps(removed)
-    def remove(self: Any, module: nn.Module) -> None:
-        check(module, f"{self._tensor_name}_orig")
-        removed(self, module)
-
-    @functools.wraps(of_all)
-    def apply_to_all(parameters: Iterable[tuple[nn.Module, str]], *args: Any, **kwargs: Any) -> None:
-        parameters = [*parameters]
-        for module, name in parameters:
-            check(module, name)
-        of_all(parameters, *args, **kwargs)
-
-    pruning.apply, pruning.remove = classmethod(apply), remove
-    prune.global_unstructured = apply_to_all
 
 
 def used_outside(part: nn.Module, unit: nn.Module) -> ParallelismRuntimeError:
