@@ -16,6 +16,7 @@ was saved after it.
 - state_dict: `get_model_state_dict` and `get_optimizer_state_dict` in full on rank 0, then `torch.save`,
   which does not sync.
 - adapters: the state of LoRA alone, out of a sharded model; the traffic is what counts.
+- full_model_state, weight_source: all weights on every rank, at once or in buckets of 32 MiB.
 """
 
 import os
@@ -40,7 +41,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from composer_dist import FSDP2Config
-from composer_dist.checkpoint import export_pretrained, full_model_state, load_checkpoint, save_checkpoint
+from composer_dist.checkpoint import (
+    export_pretrained,
+    full_model_state,
+    load_checkpoint,
+    save_checkpoint,
+    weight_source,
+)
 from composer_dist.distributed import parallelize_model
 
 State = dict[str, Any]
@@ -169,11 +176,26 @@ def adapters(arguments: Namespace) -> Figures:
 
     model = get_peft_model(llama.build(arguments, real=False), LoraConfig(target_modules="all-linear"))
     parallelize_model(model, FSDP2Config())
+    return counted(lambda: full_model_state(model, select="adapters"))
+
+
+def counted(way: Callable[[], object]) -> Figures:
+    """The figures of a call, with what it sends."""
     dist.barrier()
     before = loopback()
-    figures = timed(lambda: full_model_state(model, select="adapters"))
+    figures = timed(way)
     dist.barrier()
     return figures | {"MB sent": (loopback() - before) / 1e6}
+
+
+def in_full(arguments: Namespace) -> Figures:
+    model = trained(arguments)["model"]
+    return counted(lambda: full_model_state(model, ranks="all"))
+
+
+def handed_over(arguments: Namespace) -> Figures:
+    source = weight_source(trained(arguments)["model"], bucket_bytes=32 << 20)
+    return counted(lambda: [None for _ in source])
 
 
 CONTENDERS = {
@@ -187,6 +209,8 @@ CONTENDERS = {
         save, lambda state, path: export_pretrained(state["model"], path)
     ),
     "composer_dist, adapters": adapters,
+    "composer_dist, full_model_state": in_full,
+    "composer_dist, weight_source": handed_over,
     "composer_dist, load": partial(load, ours, ours_back),
     "composer_dist, load, unverified": partial(load, ours, partial(ours_back, verify=False)),
     "dcp, load": partial(load, plain_dcp, dcp_back),

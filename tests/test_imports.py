@@ -35,7 +35,8 @@ PUBLIC = {
     ),
     "composer_dist.checkpoint": (
         "LoadResult PendingSave export_pretrained full_model_state full_optimizer_state latest_checkpoint "
-        "load_checkpoint load_full_model_state load_full_optimizer_state load_pretrained save_checkpoint"
+        "load_checkpoint load_full_model_state load_full_optimizer_state load_pretrained save_checkpoint "
+        "weight_source"
     ),
     "composer_dist.models": "ComposerClassifier ComposerModel HuggingFaceModel",
     "composer_dist.trainer": (

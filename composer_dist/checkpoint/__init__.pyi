@@ -8,4 +8,5 @@ from .latest import latest_checkpoint as latest_checkpoint
 from .load import load_checkpoint as load_checkpoint
 from .pretrained import export_pretrained as export_pretrained
 from .pretrained import load_pretrained as load_pretrained
+from .pretrained import weight_source as weight_source
 from .save import save_checkpoint as save_checkpoint

@@ -6,15 +6,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from composer_dist.checkpoint.export.directory import staged, write_settings, written
-from composer_dist.checkpoint.export.merged import check_mergeable, merged_sources
+from composer_dist.checkpoint.export.merged import base_sources, check_mergeable, merged_sources
+from composer_dist.checkpoint.export.source import WeightSource
 from composer_dist.checkpoint.export.weights import Export
 from composer_dist.checkpoint.full_state import LoadResult, full_model_state
 from composer_dist.checkpoint.kinds.filling import fill_model
 from composer_dist.checkpoint.kinds.model import live_state
 from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.distributed.moving.gather import BUCKET_BYTES
 from composer_dist.distributed.prepared import check_usable, mesh_of_world, prepared_mesh, reshard
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import world_and_rank
@@ -123,6 +126,47 @@ def export_pretrained(
                     tokenizer.save_pretrained(directory)
 
 
+def weight_source(
+    model: nn.Module,
+    *,
+    merge_adapters: bool = True,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> WeightSource:
+    """The weights of a model that trains, for an inference engine, without writing files; a collective.
+
+    They are those that `export_pretrained` would write: with transformers' names, tied tensors once, and
+    adapters merged layer by layer from the shards, bit for bit. The model does not change.
+
+    Args:
+        model: a `HuggingFaceModel`, or a transformers or peft model, prepared or not.
+        merge_adapters: give the model with its active adapters merged; False gives the weights without them.
+        dtype: floating-point tensors are cast to it at the end; None keeps their own.
+        bucket_bytes: most bytes that are gathered at a time, unless tensors that belong together have more.
+
+    Raises:
+        ParallelismTypeError: `model` is none of these.
+        ParallelismValueError: `bucket_bytes` is not positive.
+        CheckpointValueError: an adapter cannot be merged.
+    """
+    if bucket_bytes < 1:
+        raise ParallelismValueError(f"bucket_bytes must be positive, not {bucket_bytes}.")
+    saved = _pretrained(model)
+
+    def export() -> Export:
+        check_usable(model)
+        reshard(saved)
+        hosts = dict(adapter_hosts(saved))
+        base, mesh = _base_of(saved), prepared_mesh(model)
+        with Agreement().together("weight_source"):
+            if hosts and not merge_adapters:
+                return Export(base, base_sources(base), {}, mesh)
+            return _export(base, mesh, hosts)
+
+    export()
+    return WeightSource(export, dtype, bucket_bytes)
+
+
 def _adapters(saved: Any) -> Callable[[Path], None]:
     """Gather the adapters to rank 0, and return the function that writes them as peft does."""
     state = as_peft_names(saved, full_model_state(saved, select="adapters"))
@@ -144,11 +188,9 @@ def _model(
     saved: Any, mesh: Mesh | None, max_shard_size: int | str, hosts: Mapping[str, Any]
 ) -> Callable[[Path], None]:
     """The function that writes a model directory, with the adapters of `hosts` merged."""
-    base = saved.get_base_model() if is_a(saved, "PeftModel") else saved
+    base = _base_of(saved)
     with Agreement().together("export_pretrained"):
-        check_mergeable(hosts)
-        tensors, layers = merged_sources(base) if hosts else (live_state(base), {})
-        export = Export(base, tensors, layers, mesh, max_shard_size)
+        export = _export(base, mesh, hosts, max_shard_size)
 
     def write(directory: Path) -> None:
         with Agreement().together("export_pretrained"):
@@ -159,6 +201,19 @@ def _model(
     return write
 
 
+def _export(
+    base: Any, mesh: Mesh | None, hosts: Mapping[str, Any], max_shard_size: int | str = "5GB"
+) -> Export:
+    """What there is to export: the model, with the adapters of `hosts` merged."""
+    check_mergeable(hosts)
+    tensors, layers = merged_sources(base) if hosts else (live_state(base), {})
+    return Export(base, tensors, layers, mesh, max_shard_size)
+
+
+def _base_of(saved: Any) -> Any:
+    return saved.get_base_model() if is_a(saved, "PeftModel") else saved
+
+
 def _pretrained(model: nn.Module) -> nn.Module:
     """The transformers or peft model."""
     from composer_dist.models.huggingface import HuggingFaceModel
@@ -167,6 +222,6 @@ def _pretrained(model: nn.Module) -> nn.Module:
     if is_a(inner, "PreTrainedModel", "PeftModel"):
         return inner
     raise ParallelismTypeError(
-        "export_pretrained needs a HuggingFaceModel, a transformers or a peft model, not "
-        f"{type(inner).__name__}; pass the part of your model that is one."
+        f"An export needs a HuggingFaceModel, a transformers or a peft model, not {type(inner).__name__}; "
+        "pass the part of your model that is one."
     )

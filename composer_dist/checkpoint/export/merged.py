@@ -84,6 +84,13 @@ def merged_sources(base: nn.Module) -> tuple[dict[str, Tensor], dict[str, Adapte
     return tensors, homes
 
 
+def base_sources(base: nn.Module) -> dict[str, Tensor]:
+    """The `state_dict()` that a model with peft's layers would have without them, by plain names."""
+    plain = without_adapters(read_structure(base))
+    state = {canonical_name(key): tensor for key, tensor in base.state_dict(keep_vars=True).items()}
+    return {plain[key][0]: tensor for key, tensor in state.items() if key in plain and not plain[key][1]}
+
+
 def check_mergeable(hosts: Mapping[str, Any]) -> None:
     """Raise unless the adapters can be merged into layers.
 

@@ -44,7 +44,7 @@ class Export:
     tensors: Mapping[str, Tensor]
     layers: Mapping[str, AdaptedLayer]
     mesh: Mesh | None
-    max_shard_size: int | str
+    max_shard_size: int | str = "5GB"
     agreement: Agreement = field(default_factory=Agreement)
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Export:
         """
         shared = self._is_shared(directory)
         with self.agreement.together("the plan of the files"):
-            plan = self._plan(gather_all=not shared)
+            plan = self.plan(gather_all=not shared)
         self.agreement.reach("the plan of the files", plan.digest(), _same_plan)
         paths = [directory / name for name, _ in plan.index.files]
         with self.agreement.together("making the files"):
@@ -113,7 +113,12 @@ class Export:
             )
         return not blind
 
-    def _plan(self, gather_all: bool) -> ExportPlan:
+    def plan(self, gather_all: bool) -> ExportPlan:
+        """Where everything goes, the same on every rank.
+
+        Raises:
+            CheckpointValueError: something cannot be stored.
+        """
         odd = [name for name, value in self.tensors.items() if not isinstance(value, Tensor)]
         meta = [name for name in self.tensors if name not in odd and self.tensors[name].is_meta]
         for names, what in ((odd, "not tensors"), (meta, "on the meta device")):
@@ -121,7 +126,7 @@ class Export:
                 raise CheckpointValueError(f"Entries of the model's state are {what}: {', '.join(names)}.")
         kept = untied(self.model, self.tensors, self.values)
         parts = {
-            name: Layout.of(tensor).part(replace(_here(tensor), shard=0, tp=0))  # the same on all ranks
+            name: Layout.of(tensor).part(replace(here(tensor), shard=0, tp=0))  # the same on all ranks
             for name, tensor in kept.items()
             if name not in self.layers and codec_of(tensor) is None
         }
@@ -143,11 +148,11 @@ class Export:
         for name, place in plan.direct.items():
             tensor = self.tensors[name]
             local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-            part = Layout.of(tensor).part(_here(tensor))
-            first, last = self._share(tensor, local)
+            part = Layout.of(tensor).part(here(tensor))
+            first, last = self.share(tensor, local)
             yield from plan_reads(place, plan.index.entries, part, local.contiguous().view(-1), first, last)
 
-    def _share(self, tensor: Tensor, local: Tensor) -> tuple[int, int]:
+    def share(self, tensor: Tensor, local: Tensor) -> tuple[int, int]:
         """The range [first, last) of its part that this rank writes; other holders write the rest."""
         mesh = self.mesh or (Mesh.of(tensor) if isinstance(tensor, DTensor) else None)
         numel, rank = local.numel(), self.agreement.rank
@@ -215,7 +220,7 @@ class Export:
             write_tensor(value, target, entry.file, entry.offset)
 
 
-def _here(tensor: Tensor) -> Coordinate:
+def here(tensor: Tensor) -> Coordinate:
     """This rank's coordinate in the tensor's mesh."""
     return Mesh.of(tensor).here if isinstance(tensor, DTensor) else Coordinate()
 
