@@ -287,11 +287,16 @@ def test_a_process_takes_its_share_unless_omp_num_threads_is_set(world1: World) 
     assert world1(share_among, 1, "3")[0][:2] == (3, "3")
 
 
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return str(listener.getsockname()[1])
+
+
 @pytest.mark.promise(9)
 @pytest.mark.parametrize("launched", [True, False])
 def test_timeout_reaches_torch(monkeypatch: pytest.MonkeyPatch, launched: bool) -> None:
     if launched:
-        for name, value in LAUNCHER.items():
+        for name, value in {**LAUNCHER, "MASTER_PORT": free_port()}.items():
             monkeypatch.setenv(name, value)
     with mock.patch.object(dist, "init_process_group") as called:
         pg.init(device="cpu", timeout=timedelta(seconds=30))
@@ -313,9 +318,7 @@ if process_group.world_and_rank()[1] == 0:
 
 
 def test_a_rank_that_ends_before_it_has_agreed_on_anything_is_noticed() -> None:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = str(one.getsockname()[1])
+    port = free_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", LEAVING],
