@@ -38,6 +38,7 @@ PUBLIC = {
         "load_checkpoint load_full_model_state load_full_optimizer_state load_pretrained save_checkpoint "
         "weight_source"
     ),
+    "composer_dist.integrations.transformers": "ComposerDistMixin ParallelArguments",
     "composer_dist.models": "ComposerClassifier ComposerModel HuggingFaceModel",
     "composer_dist.trainer": (
         "Callback CheckpointSaver ConsoleLogger ConstantWithWarmupScheduler "
@@ -139,6 +140,7 @@ def test_only_one_package_imports_private_names_of_torch() -> None:
 NOT_TORCHS = {
     "_modules _parameters _buffers": "torch's, but what every module library walks",
     "_attn_implementation _init_weights _name_or_path _supports_sdpa _tp_plan": "transformers'",
+    "_is_fsdp_managed_module": "transformers'",
     "_defaults": "torchmetrics'",
     "_new_buffer": "torchao's",
     "_exit _current_frames": "os's and sys's",

@@ -1,0 +1,338 @@
+"""transformers' Trainer, and the trainers of TRL that inherit from it, on models of `parallelize_model`.
+
+transformers has a way for models that it has sharded itself while loading them: accelerate then leaves the
+model alone, and every rank takes part in saving. The mixin takes that way, and overrides the methods that
+depend on how the model is distributed.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+
+from composer_dist.checkpoint import (
+    export_pretrained,
+    full_model_state,
+    load_checkpoint,
+    load_pretrained,
+    save_checkpoint,
+)
+from composer_dist.config.parallelism import Config
+from composer_dist.distributed import (
+    ParallelPlan,
+    Preparation,
+    accumulate,
+    clip_grad_norm,
+    context_parallel,
+    parallelize_model,
+    plan_parallelism,
+    sampler_kwargs,
+)
+from composer_dist.errors import Faults, ParallelismError, ParallelismValueError
+from composer_dist.integrations.transformers_arguments import (
+    ParallelArguments,
+    check_version,
+    conflicts,
+    conflicts_with_plan,
+    newest_complete,
+    read_parallelism,
+)
+from composer_dist.precision import Precision
+
+__all__ = ["ComposerDistMixin", "ParallelArguments"]
+
+FOLDER = "composer_dist"
+"""Inside of `checkpoint-N/`: what resuming needs of the model, the optimizer and the scheduler."""
+
+if TYPE_CHECKING:
+    _Trainer = transformers.Trainer
+else:
+    _Trainer = object
+
+
+class ComposerDistMixin(_Trainer):
+    """Trains with `parallelize_model` in transformers' Trainer, or in one that inherits from it.
+
+    ```python
+    class SFT(ComposerDistMixin, SFTTrainer): ...
+
+
+    trainer = SFT(model=model, args=args, train_dataset=samples, parallelism=FSDP2Config())
+    ```
+
+    The model is prepared when it is first needed: in `train`, `evaluate`, `predict` and `save_model`, which
+    every rank calls. Each of the three arguments may be an attribute of `args` instead; see
+    `ParallelArguments`.
+
+    Args:
+        *given: as for the trainer.
+        parallelism: whatever `parallelize_model` takes, or the path of a YAML or JSON file with its keys.
+        weights: what fills the prepared model, for one that was built under `init_context`.
+        precision: the dtype of the computation; not together with the trainer's own `bf16`.
+        **named: as for the trainer.
+
+    Raises:
+        ParallelismValueError: `args` ask for what this excludes; all such arguments are named.
+        ParallelismRuntimeError: this version of transformers has no method that is overridden here.
+    """
+
+    preparation: Preparation | None = None
+    """The account of what was done to the model; None until it is prepared."""
+    _whole_batches = True
+    """False where a rank has its part of each sequence only: inside of `context_parallel`."""
+    _gather: Callable[..., Any]
+    if TYPE_CHECKING:  # never None after the constructor, or once they are used
+        model: Any
+        optimizer: Any
+        lr_scheduler: Any
+
+    def __init__(
+        self,
+        *given: Any,
+        parallelism: Config | ParallelPlan | None = None,
+        weights: str | os.PathLike[str] | None = None,
+        precision: str | Precision | None = None,
+        **named: Any,
+    ) -> None:
+        check_version()
+        super().__init__(*given, **named)
+        wanted = getattr(self.args, "parallelism", None) if parallelism is None else parallelism
+        self.parallelism = read_parallelism(wanted)
+        self.weights = getattr(self.args, "weights", None) if weights is None else weights
+        self.precision = getattr(self.args, "precision", None) if precision is None else precision
+        with Faults(f"{type(self).__name__}: ") as faults:
+            faults += conflicts(self)
+        self.is_distributed_loading_by_transformers = True
+
+    def parallelize(self) -> Preparation:
+        """Prepare the model and its optimizer, and a reference model, unless that is done; on every rank."""
+        if self.preparation is not None and self.preparation.model is self.model:
+            return self.preparation
+        config, plan = self.parallelism, self._plan()
+        if self.optimizer is None and self.train_dataset is not None:
+            made = self.create_optimizer()
+            if plan is not None and (plan.mesh["tp"] > 1 or (plan.units and plan.plain)):
+                for group in made.param_groups:  # no kernel takes shards of several kinds
+                    group.update({"fused": None} if group.get("fused") else {})
+        self.preparation = parallelize_model(
+            self.model, plan or config, self._optimizer(), self.precision, weights=self.weights
+        )
+        plan = self.preparation.plan
+        if isinstance(reference := getattr(self, "ref_model", None), nn.Module) and not plan.replication:
+            parallelize_model(reference, config, precision=self.precision)
+        base = _base(self.model)
+        if hasattr(base, "generate"):
+            base._is_fsdp_managed_module = bool(plan.units)  # its ranks then wait for the slowest
+        return self.preparation
+
+    def _plan(self) -> ParallelPlan | None:
+        """The plan, or None where it fails, because `parallelize_model` raises the error on every rank."""
+        plan = self.parallelism
+        if not isinstance(plan, ParallelPlan):
+            try:
+                plan = plan_parallelism(self.model, plan, precision=self.precision)
+            except ParallelismError:
+                return None
+        with Faults(f"{type(self).__name__}: ") as faults:
+            faults += conflicts_with_plan(self.args, plan)
+        return plan
+
+    def _optimizer(self) -> Optimizer | None:
+        optimizer: Optimizer | None = self.optimizer
+        return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+    # What accelerate and the Trainer would do to the model
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: the preparation moves what each rank holds."""
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Nothing: the preparation averages gradients of parameters that stay whole."""
+
+    def _defer_fsdp_gradient_reduction(self) -> Any:
+        return nullcontext()  # `training_step` does it
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        self.parallelize()
+        return super()._inner_training_loop(
+            batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
+        )
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward; the last of a step's microbatches reduces the gradients."""
+        last = self.accelerator.sync_gradients
+        with accumulate(model, last), context_parallel(model, inputs) as part:
+            self._whole_batches = part is inputs
+            try:
+                return super().training_step(model, part, num_items_in_batch)
+            finally:
+                self._whole_batches = True
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return clip_grad_norm(model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return clip_grad_norm(model, math.inf) if grad_norm is None else grad_norm
+
+    # Data: ranks of tp and cp share their rows
+
+    def get_tp_size(self) -> int:
+        """How many ranks compute the same loss."""
+        sizes = self.preparation.plan.mesh if self.preparation else {"tp": 1, "cp": 1}
+        return sizes["tp"] * (sizes["cp"] if self._whole_batches else 1)
+
+    def get_cp_size(self) -> int:
+        """How many ranks compute parts of the same loss."""
+        return self.preparation.plan.mesh["cp"] if self.preparation and not self._whole_batches else 1
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> DataLoader[Any]:
+        place = sampler_kwargs(self.parallelize().mesh)
+        loader = super()._get_dataloader(
+            dataset, description, batch_size, sampler_fn, is_training, dataloader_key
+        )
+        here = {"num_replicas": self.accelerator.num_processes, "rank": self.accelerator.process_index}
+        if place == here:
+            return loader
+        for shard in (loader.batch_sampler, loader.dataset):
+            if isinstance(shard, (BatchSamplerShard, IterableDatasetShard)):
+                shard.num_processes, shard.process_index = place["num_replicas"], place["rank"]
+                return loader
+        raise ParallelismValueError(
+            f"The {description.lower()} set, a {type(dataset).__name__}, cannot give the ranks of tp and cp "
+            "the same rows: accelerate has sharded it, or rank 0 distributes its batches. Pass a data set "
+            "with a length, or set accelerator_config={'dispatch_batches': False}."
+        )
+
+    @property
+    def gather_function(self) -> Callable[..., Any]:
+        """Gathers results of evaluation, each row once."""
+        return self._gather if self.get_tp_size() == 1 else self._gather_once
+
+    @gather_function.setter
+    def gather_function(self, function: Callable[..., Any]) -> None:
+        self._gather = function
+
+    def _gather_once(self, values: Any) -> Any:
+        preparation, state = self.parallelize(), self.accelerator.gradient_state
+        rank = torch.tensor([sampler_kwargs(preparation.mesh)["rank"]], device=self.args.device)
+        ranks = self.accelerator.gather(rank).tolist()
+        first = [ranks.index(one) for one in range(max(ranks) + 1)]
+
+        def pick(gathered: Tensor) -> Tensor:
+            rows = gathered.reshape(len(ranks), -1, *gathered.shape[1:])[first].flatten(0, 1)
+            return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
+
+        return recursively_apply(pick, self.accelerator.gather(values))
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """As the Trainer's, on the prepared model."""
+        self.parallelize()
+        return super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+
+    # Checkpoints and exports, which all ranks write and read
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
+    ) -> Any:
+        """As the Trainer's; `resume_from_checkpoint=True` passes over a checkpoint that is not complete."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest_complete(self.args.output_dir)
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        self.parallelize()
+        folder = str(output_dir or self.args.output_dir)
+        if not isinstance(_base(self.model), PreTrainedModel):
+            return super()._save(folder, full_model_state(self.model))
+        export_pretrained(self.model, folder)
+        if self.args.should_save:
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            torch.save(self.args, Path(folder, "training_args.bin"))
+
+    def _frozen(self) -> frozenset[str]:
+        """Names that a checkpoint leaves out: those of the base of an adapter, which is loaded anew."""
+        if not hasattr(self.model, "peft_config"):
+            return frozenset()
+        named = self.model.named_parameters(remove_duplicate=False)
+        return frozenset(name for name, parameter in named if not parameter.requires_grad)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        frozen = self._frozen()
+        state = {"model": self.model, "optimizer": self._optimizer(), "scheduler": self.lr_scheduler}
+        filters = {"model": lambda name, value: name not in frozen}
+        save_checkpoint(Path(output_dir, FOLDER), state, filter=filters)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # trainer_state.json, which follows, completes the checkpoint
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self.parallelize()
+        saved, frozen = Path(resume_from_checkpoint, FOLDER), self._frozen()
+        if not saved.is_dir():
+            load_pretrained(self.model, resume_from_checkpoint)
+            return
+        load_checkpoint(
+            saved, {"model": self.model}, ignore=lambda name: name.removeprefix("model.") in frozen
+        )
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        saved, file = Path(checkpoint, FOLDER), Path(checkpoint, "optimizer.pt")
+        if saved.is_dir():  # `_load_from_checkpoint` has verified it
+            state = {"optimizer": self._optimizer(), "scheduler": self.lr_scheduler}
+            load_checkpoint(saved, state, model=self.model, verify=False)
+        elif file.exists():  # of a Trainer without the mixin
+            load_checkpoint(file, self._optimizer(), model=self.model)
+            self.lr_scheduler.load_state_dict(torch.load(file.with_name("scheduler.pt"), weights_only=True))
+
+
+def _base(model: Any) -> Any:
+    """The transformers model inside a `PeftModel`, or `model` itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
