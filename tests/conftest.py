@@ -8,6 +8,9 @@ import shutil
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+import tests.kit.garbage  # noqa: F401, for what it does
+
+# isort: split
 
 from collections.abc import Callable, Iterator
 from typing import Any

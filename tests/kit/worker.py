@@ -25,6 +25,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -57,6 +58,7 @@ def serve(connection: Connection, port: int, log: str) -> None:
     """Answers jobs until the parent closes its end."""
     _settle(log)
     _show_values_of_assertions()
+    gc.freeze()
     # One connection for all runs: each costs a look-up of the host's name, which may take seconds.
     store = dist.TCPStore(HOST, port, is_master=False)
     connection.send_bytes(b"ready")
@@ -203,6 +205,7 @@ def _tear_down() -> None:
         dist.destroy_process_group()
     clear_dtensor_caches()
     forget_meshes()
+    torch._dynamo.reset()
     for mesh in gc.get_objects():
         if type(mesh) is DeviceMesh:  # torch 2.12 never frees those of DTensors
             mesh._pg_registry.clear()

@@ -41,6 +41,7 @@ World = Callable[..., list[Any]]
 GRACE = 15.0
 """Seconds that the other ranks get to return or fail once one rank has failed."""
 PRELOAD = [
+    "tests.kit.garbage",
     "pytest",
     "torch",
     "torch._dynamo",

@@ -70,7 +70,7 @@ class _CompiledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and any(is_cache(value) for value in (*args, *kwargs.values())):
             if self._recomputed:  # inside the graph, every block would be compiled for its own index
-                args, kwargs = without_cache(self._module, args, kwargs)
+                args, kwargs = without_cache(_torch.unwrapped(self._module), args, kwargs)
             else:
                 warnings.warn(_CACHE, UserWarning, stacklevel=2)
         with _torch.one_side_effect() if self._recomputed else nullcontext():

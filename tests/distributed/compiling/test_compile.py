@@ -480,6 +480,15 @@ def test_training_with_a_cache_is_warned_about() -> None:
 
 
 @pytest.mark.promise(26)
+@pytest.mark.parametrize("ac", ["wrapped", "composable"])
+def test_recomputed_blocks_share_one_graph_though_they_get_a_cache(ac: str) -> None:
+    model = llama().train()
+    parallelize_model(model, ParallelismConfig(compile=AOT, activation_checkpointing=ac))
+    one_step(model, True)
+    assert graphs() == 1
+
+
+@pytest.mark.promise(26)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("ac", [None, "composable", "selective", ("memory_budget", {"budget": 0.2})], ids=str)
