@@ -44,7 +44,22 @@ def _register() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Check the optimizer; where a closure is yet to compute the gradients, after each call of it."""
+    closure = kwargs.get("closure") or next(iter(args[1:]), None)
+    if not callable(closure):
+        _check(optimizer)
+        return None
+
+    def checked() -> Any:
+        result = closure()
+        _check(optimizer)
+        return result
+
+    return args[:1], {**kwargs, "closure": checked}
+
+
+def _check(optimizer: Optimizer) -> None:
     held = [
         (*map(id, group["params"]), *(p.requires_grad for p in group["params"]))
         for group in optimizer.param_groups

@@ -53,6 +53,30 @@ def test_a_step_with_parameters_from_before_or_without_gradients_is_refused() ->
 
 @on_ranks(2)
 @pytest.mark.parametrize("ddp", [True, False])
+def test_a_closure_that_averages_what_has_accumulated_is_checked_after_it_has_run(ddp: bool) -> None:
+    """Lightning, and LBFGS, compute gradients in the step."""
+    model, reference = _net(), _net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    parallelize_model(model, DDPConfig() if ddp else FSDP2Config(), optimizer)
+    other = torch.optim.SGD(reference.parameters(), 0.1)
+
+    def closure(synchronized: bool = True) -> float:
+        with no_sync(model, enabled=not synchronized):
+            model(torch.ones(2, 4)).sum().backward()
+        return 7.0
+
+    closure(synchronized=False)
+    assert optimizer.step(closure) == 7.0
+    for _ in range(2):
+        reference(torch.ones(2, 4)).sum().backward()
+    other.step()
+    close(weights(model), weights(reference))
+    with fails(ParallelismRuntimeError, "0.weight"):
+        optimizer.step(closure=lambda: closure(synchronized=False))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ddp", [True, False])
 def test_a_step_with_a_local_gradient_of_a_whole_parameter_is_refused_and_with_a_zero_one_is_not(
     ddp: bool,
 ) -> None:
