@@ -9,18 +9,18 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_NAMES
 
 from composer_dist.checkpoint import (
     export_pretrained,
@@ -38,9 +38,8 @@ from composer_dist.distributed import (
     context_parallel,
     parallelize_model,
     plan_parallelism,
-    sampler_kwargs,
 )
-from composer_dist.errors import Faults, ParallelismError, ParallelismValueError
+from composer_dist.errors import Faults, ParallelismError
 from composer_dist.integrations.transformers_arguments import (
     ParallelArguments,
     check_version,
@@ -49,6 +48,7 @@ from composer_dist.integrations.transformers_arguments import (
     newest_complete,
     read_parallelism,
 )
+from composer_dist.integrations.transformers_rows import gather_once, share_rows
 from composer_dist.precision import Precision
 
 __all__ = ["ComposerDistMixin", "ParallelArguments"]
@@ -95,6 +95,7 @@ class ComposerDistMixin(_Trainer):
     _gather: Callable[..., Any]
     if TYPE_CHECKING:  # never None after the constructor, or once they are used
         model: Any
+        label_smoother: Any
         optimizer: Any
         lr_scheduler: Any
 
@@ -121,6 +122,9 @@ class ComposerDistMixin(_Trainer):
         if self.preparation is not None and self.preparation.model is self.model:
             return self.preparation
         config, plan = self.parallelism, self._plan()
+        if self.label_smoother is not None and type(self.model).__name__ in CAUSAL_NAMES.values():
+            # FSDP2 renames the class, by which the Trainer decides whether labels are shifted.
+            self.label_smoother = partial(self.label_smoother, shift_labels=True)
         if self.optimizer is None and self.train_dataset is not None:
             made = self.create_optimizer()
             if plan is not None and (plan.mesh["tp"] > 1 or (plan.units and plan.plain)):
@@ -130,6 +134,7 @@ class ComposerDistMixin(_Trainer):
             self.model, plan or config, self._optimizer(), self.precision, weights=self.weights
         )
         plan = self.preparation.plan
+        self._tp_size = plan.mesh["tp"]  # by which TRL divides its count of tokens
         if isinstance(reference := getattr(self, "ref_model", None), nn.Module) and not plan.replication:
             parallelize_model(reference, config, precision=self.precision)
         base = _base(self.model)
@@ -146,7 +151,7 @@ class ComposerDistMixin(_Trainer):
             except ParallelismError:
                 return None
         with Faults(f"{type(self).__name__}: ") as faults:
-            faults += conflicts_with_plan(self.args, plan)
+            faults += conflicts_with_plan(self, plan)
         return plan
 
     def _optimizer(self) -> Optimizer | None:
@@ -213,22 +218,14 @@ class ComposerDistMixin(_Trainer):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> DataLoader[Any]:
-        place = sampler_kwargs(self.parallelize().mesh)
+        mesh = self.parallelize().mesh
         loader = super()._get_dataloader(
             dataset, description, batch_size, sampler_fn, is_training, dataloader_key
         )
-        here = {"num_replicas": self.accelerator.num_processes, "rank": self.accelerator.process_index}
-        if place == here:
-            return loader
-        for shard in (loader.batch_sampler, loader.dataset):
-            if isinstance(shard, (BatchSamplerShard, IterableDatasetShard)):
-                shard.num_processes, shard.process_index = place["num_replicas"], place["rank"]
-                return loader
-        raise ParallelismValueError(
-            f"The {description.lower()} set, a {type(dataset).__name__}, cannot give the ranks of tp and cp "
-            "the same rows: accelerate has sharded it, or rank 0 distributes its batches. Pass a data set "
-            "with a length, or set accelerator_config={'dispatch_batches': False}."
+        share_rows(
+            loader, mesh, self.accelerator, f"The {description.lower()} set, a {type(dataset).__name__},"
         )
+        return loader
 
     @property
     def gather_function(self) -> Callable[..., Any]:
@@ -240,16 +237,17 @@ class ComposerDistMixin(_Trainer):
         self._gather = function
 
     def _gather_once(self, values: Any) -> Any:
-        preparation, state = self.parallelize(), self.accelerator.gradient_state
-        rank = torch.tensor([sampler_kwargs(preparation.mesh)["rank"]], device=self.args.device)
-        ranks = self.accelerator.gather(rank).tolist()
-        first = [ranks.index(one) for one in range(max(ranks) + 1)]
+        return gather_once(values, self.parallelize().mesh, self.accelerator)
 
-        def pick(gathered: Tensor) -> Tensor:
-            rows = gathered.reshape(len(ranks), -1, *gathered.shape[1:])[first].flatten(0, 1)
-            return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
+        added = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + added // self.get_tp_size()
 
-        return recursively_apply(pick, self.accelerator.gather(values))
+    def floating_point_ops(self, inputs: Any) -> int:
+        """This rank's part of what the Trainer counts and adds up over the ranks."""
+        return super().floating_point_ops(inputs) // self.get_tp_size()
 
     def evaluation_loop(
         self,

@@ -18,8 +18,8 @@ OVERRIDDEN = (
     *("_clip_grad_norm", "_defer_fsdp_gradient_reduction", "_get_dataloader", "_get_grad_norm"),
     *("_inner_training_loop", "_load_best_model", "_load_from_checkpoint", "_load_optimizer_and_scheduler"),
     *("_move_model_to_device", "_save", "_save_optimizer_and_scheduler", "_save_rng_state"),
-    *("_sync_replicated_trainable_parameters", "evaluation_loop", "get_cp_size", "get_tp_size", "train"),
-    "training_step",
+    *("_sync_replicated_trainable_parameters", "_track_num_input_tokens", "evaluation_loop"),
+    *("floating_point_ops", "get_cp_size", "get_tp_size", "train", "training_step"),
 )
 """The methods of transformers' Trainer that ComposerDistMixin overrides; most are private."""
 
@@ -86,8 +86,9 @@ def conflicts(trainer: Any) -> Iterator[str]:
         yield "args.fp16_full_eval and args.bf16_full_eval cast the sharded model; leave them out."
 
 
-def conflicts_with_plan(args: Any, plan: ParallelPlan) -> Iterator[str]:
+def conflicts_with_plan(trainer: Any, plan: ParallelPlan) -> Iterator[str]:
     """What the trainer's arguments ask for that this plan does, or that it excludes."""
+    args = trainer.args
     if plan.checkpointing and args.activation_checkpointing:
         yield (
             "args.activation_checkpointing (gradient_checkpointing in TRL, True by default there) and the "
@@ -95,6 +96,8 @@ def conflicts_with_plan(args: Any, plan: ParallelPlan) -> Iterator[str]:
         )
     if plan.mesh["tp"] * plan.mesh["cp"] == 1:
         return
+    if hasattr(trainer, "reward_funcs"):
+        yield "each rank samples its own completions, which ranks of tp and cp would have to share; use dp."
     if args.train_sampling_strategy == "batch_rebalance":
         yield "args.train_sampling_strategy='batch_rebalance' gives every rank other rows; not with tp or cp."
     if not args.average_tokens_across_devices:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from composer_dist.checkpoint import load_checkpoint
 from composer_dist.distributed import init_context
 from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import same, weights
@@ -55,14 +56,46 @@ def test_trains_as_in_one_process(world2: World, tmp_path: Path, alone: Any, mod
 
 @pytest.mark.parametrize(
     ("mode", "model", "options"),
-    [("fsdp", llama, {"activation_checkpointing": True}), ("tp", llama, {}), ("fsdp", lora_llama, {})],
-    ids=["recomputed", "tp", "lora"],
+    [
+        ("fsdp", llama, {"activation_checkpointing": True}),
+        ("fsdp", llama, {"label_smoothing_factor": 0.1}),
+        ("tp", llama, {"max_grad_norm": 0.0}),
+        ("fsdp", lora_llama, {}),
+    ],
+    ids=["recomputed", "smoothed", "unclipped", "lora"],
 )
 def test_trains_options_as_in_one_process(
     world2: World, tmp_path: Path, alone: Any, mode: str, model: Any, options: Any
 ) -> None:
     for found in world2(run, str(tmp_path), MODES[mode], model=model, **options, **RANKS):
         same_training(found, alone(model, **options))
+
+
+def reduced(folder: str, config: Any) -> list[bool]:
+    """Whether both ranks have the same gradients: after each of two microbatches."""
+    from transformers import TrainerCallback
+
+    found = []
+
+    def look(trainer: Any) -> None:
+        mine = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+        both = trainer.accelerator.gather(mine).view(2, -1)
+        found.append(torch.equal(*both))
+
+    class Look(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            look(trainer)
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            look(trainer)
+
+    trainer = made(folder, config, trainer={"callbacks": [Look()]}, max_steps=2, **ACCUMULATE)
+    trainer.train()
+    return found
+
+
+def test_only_the_last_microbatch_reduces(world2: World, tmp_path: Path) -> None:
+    assert world2(reduced, str(tmp_path), "ddp", **RANKS) == [[False, True] * 2] * 2
 
 
 @pytest.mark.slow
@@ -76,25 +109,52 @@ def test_trains_thirty_steps_on_four_ranks_as_in_one_process(
         same_training(found, alone(model, **options))
 
 
+def counted(folder: str, config: Any = None) -> tuple[Ran, int, float]:
+    """A run over rows that the batches do not divide, its tokens and its operations."""
+    from datasets import Dataset
+
+    data = {"train_dataset": Dataset.from_list(rows(21))}
+    trainer = made(folder, config, trainer=data, max_steps=5, include_num_input_tokens_seen="all")
+    trainer.train()
+    return result(trainer), trainer.state.num_input_tokens_seen, trainer.state.total_flos
+
+
+@pytest.mark.parametrize("mode", ["tp", "cp"])
+def test_rows_that_ranks_share_count_once(world1: World, world2: World, tmp_path: Path, mode: str) -> None:
+    [(expected, tokens, operations)] = world1(counted, str(tmp_path), **ONE)
+    assert tokens == (8 + 8 + 5 + 8 + 8) * 12
+    for found in world2(counted, str(tmp_path), MODES[mode], **RANKS):
+        same_training(found[0], expected)
+        assert found[1:] == (tokens, operations)
+
+
 SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
 
 
-def saved_and_resumed(folder: str, config: Any) -> tuple[Ran, Ran, list[str]]:
-    """A run that saves, a run from the middle of it, and what the checkpoint has."""
-    whole = run(folder, config, model=dropping_gpt2, **SAVED)
-    found = sorted(path.name for path in Path(folder, "checkpoint-2").iterdir())
-    return whole, run(folder, config, f"{folder}/checkpoint-2", model=dropping_gpt2), found
+def saved_and_resumed(folder: str, config: Any, model: Any) -> tuple[Ran, Ran, list[str], list[str]]:
+    """A run that saves, a run from the middle of it, the files of the checkpoint and its parameters."""
+    whole = run(folder, config, model=model, **SAVED)
+    middle = Path(folder, "checkpoint-2")
+    files, inside = sorted(path.name for path in middle.iterdir()), load_checkpoint(middle / "composer_dist")
+    return whole, run(folder, config, str(middle), model=model), files, sorted(inside["model"])
 
 
-@pytest.mark.parametrize("mode", ["fsdp", "ddp", "tp"])
-def test_resumes_bit_for_bit(world2: World, tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "model"),
+    [("fsdp", dropping_gpt2), ("ddp", dropping_gpt2), ("tp", dropping_gpt2), ("fsdp", lora_llama)],
+)
+def test_resumes_bit_for_bit(world2: World, tmp_path: Path, mode: str, model: Any) -> None:
     """With dropout, momenta, a schedule and shuffled rows."""
-    for whole, resumed, found in world2(saved_and_resumed, str(tmp_path), MODES[mode], **RANKS):
+    exports = {"adapter_model.safetensors"} if model is lora_llama else {"model.safetensors", "config.json"}
+    for whole, resumed, files, inside in world2(
+        saved_and_resumed, str(tmp_path), MODES[mode], model, **RANKS
+    ):
         assert len(resumed.losses) == 4  # the log of the first two is in trainer_state.json
         assert resumed.losses == whole.losses
         assert resumed.norms == whole.norms
         same(resumed.parameters, whole.parameters)
-        assert {"composer_dist", "model.safetensors", "config.json", "rng_state_1.pth"} <= {*found}
+        assert exports | {"composer_dist", "rng_state_1.pth"} <= {*files}
+        assert all("lora" in name for name in inside) == (model is lora_llama)
 
 
 def test_another_mesh_and_the_plain_trainer_s_checkpoint_resume(
@@ -258,3 +318,33 @@ def test_ranks_of_tensor_parallelism_share_the_rows_of_a_stream(
     for mode in ("tp", "fsdp"):
         for found in world2(streamed, str(tmp_path), MODES[mode], **apart, **RANKS):
             same_training(found, expected)
+
+
+def generated(folder: str, config: Any = None) -> list[int]:
+    """What a model with adapters writes after training."""
+    trainer = made(folder, config, lora_llama)
+    trainer.train()
+    prompt = torch.arange(3, 8)[None]
+    return trainer.model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)[
+        0
+    ].tolist()
+
+
+def test_generates_after_training(world1: World, world2: World, tmp_path: Path) -> None:
+    [expected] = world1(generated, str(tmp_path), **ONE)
+    config = {"forward_methods": ["generate"]}
+    assert world2(generated, str(tmp_path), config, **RANKS) == [expected, expected]
+
+
+def mixed_precision(folder: str, config: Any = None, **options: Any) -> tuple[list[float], set[torch.dtype]]:
+    trainer = made(folder, config, **options)
+    trainer.train()
+    return result(trainer).losses, {one.dtype for one in trainer.model.parameters()}
+
+
+def test_either_of_the_two_casts(world1: World, world2: World, tmp_path: Path) -> None:
+    [(expected, _)] = world1(mixed_precision, str(tmp_path), bf16=True, **ONE)
+    for options in ({"bf16": True}, {"trainer": {"precision": "amp_bf16"}}):
+        for losses, dtypes in world2(mixed_precision, str(tmp_path), "fsdp", **options, **RANKS):
+            assert losses == pytest.approx(expected, rel=2e-3)
+            assert dtypes == {torch.float32}

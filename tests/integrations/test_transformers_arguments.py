@@ -37,7 +37,10 @@ def refusals(folder: str) -> list[str]:
     with pytest.raises(ParallelismValueError) as other:
         trainer.train()
     assert not any(isinstance(one, DTensor) for one in trainer.model.parameters())
-    return [*found, str(error.value), str(other.value)]
+    trainer = made(folder, "fsdp", optim="adafactor")
+    with pytest.raises(ParallelismValueError) as unable:
+        trainer.train()
+    return [*found, str(error.value), str(other.value), str(unable.value)]
 
 
 def test_what_two_would_do_is_refused_by_name_on_every_rank(world2: World, tmp_path: Path) -> None:
@@ -48,6 +51,7 @@ def test_what_two_would_do_is_refused_by_name_on_every_rank(world2: World, tmp_p
     assert "activation_checkpointing" in first[1]
     assert "average_tokens_across_devices" in first[2]
     assert "batch_rebalance" in first[2]
+    assert "Adafactor cannot step on sharded parameters" in first[3]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from tests.kit.hf_trainer import Ran, reset_accelerate, run, same_training
+from composer_dist.errors import ParallelismValueError
+from tests.kit.compare import same, weights
+from tests.kit.hf_trainer import Ran, made, reset_accelerate, result, run, same_training
 from tests.kit.huggingface import llama, lora, lora_llama, tokenizer
 from tests.kit.quantized import NF4, quantize
 from tests.kit.world import World
@@ -21,6 +24,7 @@ pytest.importorskip("trl", reason="TRL is an extra")
 pytestmark = [
     pytest.mark.promise(120),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),  # TRL's and peft's own
+    pytest.mark.filterwarnings("ignore:.*rollout_func.*experimental:UserWarning"),
 ]
 
 ROOT = Path(__file__).parents[2]
@@ -52,11 +56,11 @@ def pairs(count: int = 48) -> Any:
     def words(least: int, most: int) -> str:
         return " ".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(least, most)))
 
-    found = [
+    drawn = [
         {"prompt": words(2, 4), "chosen": " " + words(2, 6), "rejected": " " + words(2, 6)}
         for _ in range(count)
     ]
-    return Dataset.from_list(found)
+    return Dataset.from_list(drawn)
 
 
 def tuned(folder: str, config: Any = None, how: str = "sft", model: Any = llama, **options: Any) -> Ran:
@@ -108,6 +112,102 @@ def test_trains_adapters_as_in_one_process(
 ) -> None:
     for found in world2(tuned, str(tmp_path), "fsdp", how, model, **RANKS):
         same_training(found, alone(how, model))
+
+
+def quantized(folder: str) -> tuple[Ran, Ran, Ran]:
+    """QLoRA: a run, one from the middle of it, and what peft loads of its export."""
+    from peft import PeftModel
+
+    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole = tuned(folder, "fsdp", "sft", nf4_lora, **saved)
+    given = {"processing_class": tokenizer()}
+    trainer = made(folder, "fsdp", nf4_lora, given, sft, bf16=False, max_length=None, max_steps=4)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    trainer.save_model(f"{folder}/out")
+    trainer.accelerator.wait_for_everyone()
+    base = nf4_lora().unload()
+    loaded = PeftModel.from_pretrained(base, f"{folder}/out", is_trainable=True)
+    return whole, result(trainer), Ran([], [], {n: p for n, p in weights(loaded).items() if "lora" in n})
+
+
+@NF4
+def test_qlora_resumes_bit_for_bit_and_exports_its_adapter(world2: World, tmp_path: Path) -> None:
+    for whole, resumed, loaded in world2(quantized, str(tmp_path), **RANKS):
+        assert resumed.losses == whole.losses
+        same(resumed.parameters, whole.parameters)
+        assert loaded.parameters
+        same(loaded.parameters, {name: resumed.parameters[name] for name in loaded.parameters})
+
+
+def rewarded(folder: str, config: Any = None, **options: Any) -> Ran:
+    """GRPOTrainer's steps on completions that depend on the prompt and the row's place in its group."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    def roll_out(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = [tokenizer()(prompt)["input_ids"] for prompt in prompts]
+        written = [
+            [4 + (sum(one) * (row % 4 + 1) + at) % 26 for at in range(3 + row % 4)]
+            for row, one in enumerate(ids)
+        ]
+        return {"prompt_ids": ids, "completion_ids": written, "logprobs": None}
+
+    def reward(completions: list[str], **given: Any) -> list[float]:
+        return [float(len(set(completion.split()) & {*"aeiou"})) for completion in completions]
+
+    prompts = [{"prompt": " ".join("abcdefghijklm"[at : at + 3])} for at in range(10)]
+    given = {"processing_class": tokenizer(), "train_dataset": Dataset.from_list(prompts)}
+    given |= {"reward_funcs": reward, "rollout_func": roll_out}
+    groups = {"num_generations": 4, "num_iterations": 2, "bf16": False, "max_completion_length": 8}
+    return run(folder, config, kinds=lambda: (GRPOTrainer, GRPOConfig), trainer=given, **groups, **options)
+
+
+def test_grpo_s_steps_are_those_of_one_process(world1: World, world2: World, tmp_path: Path) -> None:
+    [expected] = world1(rewarded, str(tmp_path), **ONE)
+    assert max(expected.norms) > 0
+    for found in world2(rewarded, str(tmp_path), "fsdp", **RANKS):
+        same_training(found, expected)
+
+
+def with_tensor_parallelism(folder: str) -> None:
+    with pytest.raises(ParallelismValueError, match="samples its own completions"):
+        rewarded(folder, TP)
+
+
+def test_grpo_with_ranks_that_share_rows_is_refused(world2: World, tmp_path: Path) -> None:
+    world2(with_tensor_parallelism, str(tmp_path), **RANKS)
+
+
+def referred(folder: str) -> bool:
+    """Whether the reference model is sharded, and stays as it was."""
+    torch.manual_seed(1)
+    reference = llama()
+    before = weights(reference)
+    given = {"processing_class": tokenizer(), "train_dataset": pairs(), "ref_model": reference}
+    trainer = made(folder, "fsdp", kinds=dpo, trainer=given, bf16=False, max_length=None)
+    trainer.train()
+    same(weights(trainer.ref_model), before)
+    return all(isinstance(one, DTensor) for one in trainer.ref_model.parameters())
+
+
+def test_a_reference_model_is_sharded_too(world2: World, tmp_path: Path) -> None:
+    assert world2(referred, str(tmp_path), **RANKS) == [True, True]
+
+
+SLOW: list[Any] = [(mode, model) for mode in ("fsdp", "hsdp", "fsdp-tp") for model in (llama, lora_llama)]
+SLOW += [pytest.param(mode, nf4_lora, marks=NF4) for mode in ("fsdp", "hsdp")]  # nothing cuts NF4 for tp
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["sft", "dpo"])
+@pytest.mark.parametrize(("mode", "model"), SLOW)
+def test_trains_thirty_steps_on_four_ranks_as_in_one_process(
+    world4: World, tmp_path: Path, alone: Any, mode: str, how: str, model: Any
+) -> None:
+    config = {"fsdp": "fsdp", "hsdp": HSDP, "fsdp-tp": TP}[mode]
+    options = {"max_steps": 30, "learning_rate": 1e-3}
+    for found in world4(tuned, str(tmp_path), config, how, model, **options, **RANKS):
+        same_training(found, alone(how, model, **options))
 
 
 def example(folder: str) -> tuple[int, str]:

@@ -20,18 +20,18 @@ from composer_dist.structure.structure import Structure
 from composer_dist.tensors.inner import codec_of
 from composer_dist.wording import listed
 
-_TORCH = ("torch.optim", "torch.distributed.optim")
+_KNOWN = ("torch.optim", "torch.distributed.optim", "transformers.optimization")
 _UNABLE: dict[str, tuple[int, str]] = {
     "LBFGS": (1, "it steps along one flat vector of all parameters"),
     "SparseAdam": (1, "FSDP2's gradients are dense (with DDP they may be sparse)"),
     "Rprop": (1, "DTensor (torch 2.13) has no masked assignment, which it uses"),
-    "Adafactor": (2, "DTensor (torch 2.13) cannot square its norms over sharded rows in place"),
+    "Adafactor": (2, "DTensor (torch 2.13) cannot average its squares over sharded rows in place"),
     "ZeroRedundancyOptimizer": (
         1,
         "it divides the optimizer's state between ranks, as sharding does already",
     ),
 }
-"""torch's classes that cannot step on sharded parameters of at least so many dimensions, and why."""
+"""Classes that cannot step on sharded parameters of at least so many dimensions, and why."""
 
 
 _OR_WHOLE = ", or Rule(..., shard=False) for their modules."
@@ -126,8 +126,8 @@ def _losses(sizes: Mapping[str, int]) -> int:
 def _step_faults(
     optimizer: Optimizer, names: Mapping[int, str], plain: Collection[str], losses: int
 ) -> Iterator[str]:
-    """Why torch's kind of optimizer cannot step on parameters of one model, whose names are `names`."""
-    kinds = [cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith(_TORCH)]
+    """Why a known kind of optimizer cannot step on parameters of one model, whose names are `names`."""
+    kinds = [cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith(_KNOWN)]
     ndim, why = next((_UNABLE[kind] for kind in kinds if kind in _UNABLE), (math.inf, ""))
     sparse = "SparseAdam" in kinds
     dense = sparse and losses > 1 and any(name not in plain for name in names.values())
