@@ -171,12 +171,7 @@ class ComposerDistStrategy(_Prepares, ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         steps = STEPS if self.lightning_module.automatic_optimization else STEPS[1:]
-        optimizers, self.optimizers = (
-            self.optimizers,
-            [],
-        )  # without Lightning's wrappers, which hold parameters
-        self._prepare(self.model, optimizers, self.precision_plugin, steps)
-        self.optimizers = optimizers
+        self._prepare(self.model, self.optimizers, self.precision_plugin, steps)
         self.setup_precision_plugin()
 
     @contextmanager

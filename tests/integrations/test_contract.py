@@ -9,6 +9,7 @@ import pytest
 LIGHTNING = "lightning.pytorch.strategies.ModelParallelStrategy"
 FABRIC = "lightning.fabric.strategies.ModelParallelStrategy"
 PRECISION = "lightning.pytorch.plugins.precision.Precision"
+ACCELERATOR = "accelerate.Accelerator"
 NAMES = {
     f"{LIGHTNING}.__init__": "save_distributed_checkpoint process_group_backend timeout",
     f"{LIGHTNING}.setup_environment": "",
@@ -40,6 +41,26 @@ NAMES = {
     f"{FABRIC}.save_checkpoint": "path state storage_options filter",
     f"{FABRIC}.load_checkpoint": "path state strict weights_only",
     "lightning.fabric.strategies.strategy._BackwardSyncControl.no_backward_sync": "module enabled",
+    f"{ACCELERATOR}.__init__": "cpu mixed_precision fsdp_plugin deepspeed_plugin deepspeed_plugins "
+    "megatron_lm_plugin torch_tp_plugin parallelism_config dynamo_backend dynamo_plugin",
+    f"{ACCELERATOR}.prepare": "args device_placement",
+    f"{ACCELERATOR}.prepare_model": "model device_placement evaluation_mode",
+    f"{ACCELERATOR}.prepare_optimizer": "optimizer device_placement",
+    f"{ACCELERATOR}.prepare_scheduler": "scheduler",
+    f"{ACCELERATOR}.prepare_data_loader": "data_loader",
+    f"{ACCELERATOR}._prepare_device_mesh": "",
+    f"{ACCELERATOR}.no_sync": "model",
+    f"{ACCELERATOR}.clip_grad_norm_": "parameters max_norm norm_type",
+    f"{ACCELERATOR}.clip_grad_value_": "parameters clip_value",
+    f"{ACCELERATOR}.gather": "tensor",
+    f"{ACCELERATOR}.get_state_dict": "model unwrap",
+    f"{ACCELERATOR}.save_model": "model save_directory",
+    f"{ACCELERATOR}.save_state": "output_dir",
+    f"{ACCELERATOR}.load_state": "input_dir",
+    f"{ACCELERATOR}.register_save_state_pre_hook": "hook",
+    f"{ACCELERATOR}.register_load_state_pre_hook": "hook",
+    "accelerate.scheduler.AcceleratedScheduler.__init__": "scheduler optimizers step_with_optimizer "
+    "split_batches",
 }
 """Methods, and the parameters that we take or pass."""
 ATTRIBUTES = {
@@ -48,8 +69,13 @@ ATTRIBUTES = {
     "lightning.pytorch.strategies.ParallelStrategy.__init__": "_layer_sync",
     "lightning.pytorch.strategies.Strategy.precision_plugin.fset": "_precision_plugin",
     "lightning.fabric.Fabric.no_backward_sync": "_backward_sync_control",
+    f"{ACCELERATOR}.accumulate": "self.no_sync",
+    f"{ACCELERATOR}.prepare_data_loader": "self._prepare_device_mesh",
+    f"{ACCELERATOR}.gather_for_metrics": "self.gather(",
+    f"{ACCELERATOR}.save_state": "self._models self._optimizers hook(self._models, self.get_state_dict",
+    f"{ACCELERATOR}.load_state": "self._models self._optimizers hook(models,",
 }
-"""Functions whose source has the private attributes that we read or set."""
+"""Functions whose source has the private attributes that we read or set, and the calls that we rely on."""
 
 
 def found(path: str) -> Any:

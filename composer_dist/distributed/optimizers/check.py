@@ -191,12 +191,15 @@ def forgotten_optimizers(optimizers: Sequence[Optimizer], structure: Structure) 
         return []
     names = names_by_id(structure)
     known = {id(one) for optimizer in optimizers for one in [optimizer, *inner_optimizers(optimizer)]}
+    known |= {
+        id(optimizer.param_groups) for optimizer in optimizers
+    }  # of Lightning's and accelerate's wrappers
     things = gc.get_objects()
     kinds = {kind for kind in set(map(type, things)) if issubclass(kind, Optimizer)}  # a million objects
     found = []
     for thing in [thing for thing in things if type(thing) in kinds] if kinds else ():
         held = [p for group in thing.param_groups for p in group["params"] if id(p) in names]
-        if held and id(thing) not in known:
+        if held and not known & {id(thing), id(thing.param_groups)}:
             found.append(
                 f"{type(thing).__name__} holds {len(held)} parameters of this model, but was not passed, so "
                 "it will update nothing. Pass it as optimizer=, or build it afterwards."

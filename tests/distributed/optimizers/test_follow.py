@@ -540,3 +540,21 @@ def test_an_optimizer_that_was_not_passed_is_named() -> None:
     assert found[0].startswith("SGD holds 2 parameters of this model, but was not passed")
     assert forgotten_optimizers([passed, forgotten], read_structure(model)) == []
     assert len(elsewhere.param_groups) == 1
+
+
+class Showing(torch.optim.Optimizer):
+    """As Lightning and accelerate wrap optimizers."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+@pytest.mark.promise(25)
+def test_an_optimizer_that_wraps_one_that_was_passed_is_not_forgotten() -> None:
+    model = nn.Linear(2, 2)
+    wrapper = Showing(torch.optim.SGD(model.parameters()))
+    assert forgotten_optimizers([wrapper.optimizer], read_structure(model)) == []
+    assert forgotten_optimizers([wrapper], read_structure(model)) == []
