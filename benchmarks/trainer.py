@@ -201,11 +201,17 @@ def composer() -> Train:
     return train
 
 
-def transformers_trainer() -> Train:
+def transformers_trainer(parallelism: Any = None, own_fsdp: bool = False) -> Train:
+    """Its Trainer: under DDP, with the mixin under `parallelism`, or on a model that transformers shards."""
     import tempfile
 
     import transformers
+    from transformers.distributed import DistributedConfig
 
+    from composer_dist.integrations.transformers import ComposerDistMixin
+
+    mixed = {"parallelism": parallelism} if parallelism is not None else {}
+    bases = (ComposerDistMixin, transformers.Trainer) if mixed else (transformers.Trainer,)
     clock: dict[str, Any] = {}
 
     class Clock(transformers.TrainerCallback):
@@ -215,7 +221,7 @@ def transformers_trainer() -> Train:
                 clock["start"] = time.perf_counter()
             clock["end"] = time.perf_counter()
 
-    class Last(transformers.Trainer):
+    class Last(*bases):
         def compute_loss(self, *inputs: Any, **options: Any) -> Any:
             clock["loss"] = super().compute_loss(*inputs, **options)
             return clock["loss"]
@@ -238,8 +244,15 @@ def transformers_trainer() -> Train:
                 report_to=[],
                 disable_tqdm=True,
             )
+            if own_fsdp:
+                shared = [folder]
+                dist.broadcast_object_list(shared)
+                model.save_pretrained(shared[0])
+                dist.barrier()
+                sharded = DistributedConfig(fsdp_size=dist.get_world_size())
+                model = type(model).from_pretrained(shared[0], distributed_config=sharded)
             data = samples(dealt(batches))
-            Last(model, settings, train_dataset=data, callbacks=[Clock()]).train()
+            Last(model, settings, train_dataset=data, callbacks=[Clock()], **mixed).train()
         return clock["end"] - clock["start"], clock["loss"].item()
 
     return train
