@@ -88,6 +88,7 @@ def test_a_suggestion_is_a_config_that_plan_confirms(directory: Path) -> None:
     assert json.loads(told)["suggestion"]["best"]["config"]["activation_checkpointing"] == "composable"
 
 
+@pytest.mark.slow
 @pytest.mark.promise(116)
 def test_where_nothing_fits_there_is_advice(directory: Path) -> None:
     options = (directory, "--batch", "1x512", "--device-memory", "1500KB", "--suggest")

@@ -14,6 +14,7 @@ from composer_dist.distributed import launch
 from composer_dist.distributed.ranks import launch as launching
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from tests.kit.grids import slow
 
 pytestmark = pytest.mark.promise(68)
 
@@ -42,7 +43,7 @@ def _die() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["fork", slow("spawn")])
 def test_every_method_returns_rank_0_s_value(method: str) -> None:
     rank, world, total = launch(_sum, 2, method, (10,), {"scale": 2})
     assert (rank, world) == (0, 2)
