@@ -4,6 +4,7 @@ import functools
 import json
 import random
 import runpy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +64,43 @@ def pairs(count: int = 48) -> Any:
     return Dataset.from_list(drawn)
 
 
+def kto() -> tuple[Any, Any]:
+    from trl import KTOConfig, KTOTrainer
+
+    return KTOTrainer, KTOConfig
+
+
+def reward() -> tuple[Any, Any]:
+    from trl import RewardConfig, RewardTrainer
+
+    return RewardTrainer, RewardConfig
+
+
+def judge() -> Any:
+    """A model with one score for a sequence."""
+    from transformers import LlamaForSequenceClassification
+
+    config = llama().config
+    config.num_labels, config.pad_token_id = 1, 0
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(config)
+
+
 def tuned(folder: str, config: Any = None, how: str = "sft", model: Any = llama, **options: Any) -> Ran:
-    """A run of SFTTrainer or DPOTrainer."""
+    """A run of one of the trainers."""
     given: dict[str, Any] = {"processing_class": tokenizer()}
-    if how == "dpo":
+    if how != "sft":
         given["train_dataset"] = pairs()
-        if model is llama:
-            torch.manual_seed(1)
-            given["ref_model"] = llama()
-    kinds = {"sft": sft, "dpo": dpo}[how]
+    if how == "kto":
+        given["train_dataset"] = given["train_dataset"].map(
+            lambda one, at: {"completion": one["chosen"], "label": at % 2 == 0},
+            with_indices=True,
+            remove_columns=["chosen", "rejected"],
+        )
+    if how in ("dpo", "kto") and model is llama:
+        torch.manual_seed(1)
+        given["ref_model"] = llama()
+    kinds = {"sft": sft, "dpo": dpo, "kto": kto, "reward": reward}[how]
     options = {"bf16": False, "max_length": None} | options
     return run(folder, config, model=model, kinds=kinds, trainer=given, **options)
 
@@ -96,6 +125,14 @@ def nf4_lora() -> Any:
         if isinstance(layer, nn.Linear):
             layer.weight = nn.Parameter(quantize(layer.weight.detach(), "nf4"), requires_grad=False)
     return lora(model, init_lora_weights=False)
+
+
+def test_the_reward_and_kto_trainers_train_as_in_one_process(
+    world2: World, tmp_path: Path, alone: Any
+) -> None:
+    for how, model in (("reward", judge), ("kto", llama)):
+        for found in world2(tuned, str(tmp_path), "fsdp", how, model, optim="sgd", **RANKS):
+            same_training(found, alone(how, model, optim="sgd"))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -208,6 +245,20 @@ def test_trains_thirty_steps_on_four_ranks_as_in_one_process(
     options = {"max_steps": 30, "learning_rate": 1e-3}
     for found in world4(tuned, str(tmp_path), config, how, model, **options, **RANKS):
         same_training(found, alone(how, model, **options))
+
+
+def test_a_yaml_file_of_trl_gives_the_parallelism(tmp_path: Path) -> None:
+    from trl import SFTConfig, TrlParser
+
+    from composer_dist.integrations.transformers import ParallelArguments
+
+    arguments = dataclass(type("Arguments", (ParallelArguments, SFTConfig), {}))
+    file = tmp_path / "sft.yaml"
+    file.write_text("output_dir: out\nuse_cpu: true\nparallelism:\n  mesh: {tp: 2}\n  tp: {}\n")
+    [args] = TrlParser([arguments]).parse_args_and_config(["--config", str(file)])
+    assert args.parallelism == TP
+    [args] = TrlParser([arguments]).parse_args_and_config(["--config", str(file), "--parallelism", "ddp"])
+    assert args.parallelism == "ddp"
 
 
 def example(folder: str) -> tuple[int, str]:
