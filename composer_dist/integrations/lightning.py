@@ -39,6 +39,8 @@ CASTS = {"32-true": None, "bf16-mixed": "amp_bf16", "bf16-true": None, "16-true"
 """Lightning's `precision=` to that of `parallelize_model`."""
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Methods of a LightningModule that its Trainer calls instead of the forward."""
+COPYING = {"EMAWeightAveraging", "StochasticWeightAveraging", "WeightAveraging"}
+"""Callbacks that copy the model."""
 
 
 class _Prepares:
@@ -70,8 +72,7 @@ class _Prepares:
             )
         if self._device_mesh is None:
             wanted = resolve_config(self.parallelism).mesh
-            made = distributed.build_mesh(wanted) if isinstance(wanted, MeshConfig) else wanted
-            self._device_mesh = made
+            self._device_mesh = distributed.build_mesh(wanted) if isinstance(wanted, MeshConfig) else wanted
 
     @property
     def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
@@ -83,7 +84,8 @@ class _Prepares:
     ) -> None:
         """Prepare a model, unless it is: by its user, or in an earlier run of this process."""
         if (mesh := mesh_of(model)) is not None:
-            here, there = tuple(self.device_mesh.shape), tuple(mesh.device_mesh.shape)
+            both = self.device_mesh, mesh.device_mesh
+            here, there = (dict(zip(one.mesh_dim_names or (), one.shape, strict=False)) for one in both)
             if here == there:
                 return
             raise ParallelismValueError(
@@ -93,10 +95,8 @@ class _Prepares:
         config = resolve_config(self.parallelism)
         methods = (*config.forward_methods, *(one for one in steps if hasattr(type(model), one)))
         config = replace(config, mesh=self.device_mesh, forward_methods=tuple(dict.fromkeys(methods)))
-        precision = _cast_of(plugin)
-        self.preparation = distributed.parallelize_model(
-            model, config, optimizers, precision, **self._options
-        )
+        options = {"precision": _cast_of(plugin), **self._options}
+        self.preparation = distributed.parallelize_model(model, config, optimizers, **options)
 
 
 def _cast_of(plugin: Any) -> str | None:
@@ -165,6 +165,10 @@ class ComposerDistStrategy(_Prepares, ModelParallelStrategy):
             raise ParallelismValueError(
                 "The strategy composer_dist has no context parallelism (cp): Lightning does not tell which "
                 "tensors of a batch have a sequence. Use Fabric or composer_dist.Trainer."
+            )
+        if copying := {type(one).__name__ for one in trainer.callbacks} & COPYING:
+            raise ParallelismValueError(
+                f"{copying.pop()} copies the model, and a prepared one cannot be copied. Leave it out."
             )
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -242,7 +246,8 @@ class ComposerDistStrategy(_Prepares, ModelParallelStrategy):
                 if os.path.isfile(path) and type(self.checkpoint_io) is TorchCheckpointIO:
                     # The ranks of a host share this memory.
                     return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-                return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+                given = {} if weights_only is None else {"weights_only": weights_only}  # 2.5 has none
+                return self.checkpoint_io.load_checkpoint(checkpoint_path, **given)
         module = self.lightning_module
         options = {"strict": module.strict_loading, "allow_pickle": weights_only is False}
         rest = states.load_checkpoint(checkpoint_path, {"state_dict": self.model}, **options)

@@ -24,7 +24,7 @@ NAMES = {
     f"{LIGHTNING}.lightning_module_state_dict": "",
     f"{LIGHTNING}.optimizer_state": "optimizer",
     f"{LIGHTNING}.save_checkpoint": "checkpoint filepath storage_options",
-    f"{LIGHTNING}.load_checkpoint": "checkpoint_path weights_only",
+    f"{LIGHTNING}.load_checkpoint": "checkpoint_path",
     f"{LIGHTNING}.load_model_state_dict": "checkpoint strict",
     f"{LIGHTNING}.load_optimizer_state_dict": "checkpoint",
     f"{PRECISION}.clip_grad_by_norm": "optimizer clip_val",
@@ -39,7 +39,7 @@ NAMES = {
     f"{FABRIC}.clip_gradients_norm": "module optimizer max_norm norm_type error_if_nonfinite",
     f"{FABRIC}.clip_gradients_value": "module optimizer clip_val",
     f"{FABRIC}.save_checkpoint": "path state storage_options filter",
-    f"{FABRIC}.load_checkpoint": "path state strict weights_only",
+    f"{FABRIC}.load_checkpoint": "path state strict",
     "lightning.fabric.strategies.strategy._BackwardSyncControl.no_backward_sync": "module enabled",
     f"{ACCELERATOR}.__init__": "cpu mixed_precision fsdp_plugin deepspeed_plugin deepspeed_plugins "
     "megatron_lm_plugin torch_tp_plugin parallelism_config dynamo_backend dynamo_plugin",

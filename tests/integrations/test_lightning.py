@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 lightning = pytest.importorskip("lightning", reason="needs lightning: pip install 'composer_dist[lightning]'")
 
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 
 from composer_dist.checkpoint import full_model_state, full_optimizer_state, load_checkpoint  # noqa: E402
@@ -273,7 +273,9 @@ def one_after_another(folder: str) -> None:
     one.fit(module, data(2))
     before = one.test(module, data(2), verbose=False)
     assert trainer(ComposerDistStrategy()).test(module, data(2), verbose=False) == before
-    with fails(ParallelismValueError, "prepared already, on a mesh of (2,)", "call unparallelize_model"):
+    with fails(
+        ParallelismValueError, "prepared already, on a mesh of {'dp_shard': 2}", "call unparallelize_model"
+    ):
         trainer(ComposerDistStrategy({"mesh": {"tp": 2}})).test(module, data(2), verbose=False)
     unparallelize_model(module)
     torch.testing.assert_close(
@@ -311,6 +313,8 @@ def refused(folder: str) -> None:
         fit(sync_batchnorm=True)
     with fails(ParallelismValueError, "does not match a world of 2 ranks"):
         fit({"mesh": {"dp_replicate": 3}})
+    with fails(ParallelismValueError, "StochasticWeightAveraging copies the model"):
+        fit(callbacks=[StochasticWeightAveraging(0.01)])
     with fails(ParallelismValueError, "precision='16-mixed'", "'bf16-mixed'"):
         trainer(ComposerDistStrategy(), plugins=[MixedPrecision("16-mixed", "cpu")])
     with fails(ParallelismValueError, "Pass precision= to the Trainer"):
