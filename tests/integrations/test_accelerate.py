@@ -28,7 +28,10 @@ from tests.kit.meshes import MESHES  # noqa: E402
 from tests.kit.training import Body  # noqa: E402
 from tests.kit.world import World  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
+pytestmark = [
+    pytest.mark.promise(122),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft's own
+]
 MODELS = {"body": Body, "llama": llama, "lora": lora_llama}
 WAIT = {"timeout": 300}
 SPLIT = DataLoaderConfiguration(split_batches=True, dispatch_batches=False)

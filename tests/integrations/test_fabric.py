@@ -23,6 +23,7 @@ from tests.kit.meshes import MESHES  # noqa: E402
 from tests.kit.world import World  # noqa: E402
 
 pytestmark = [
+    pytest.mark.promise(121),
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft's own
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
 ]

@@ -30,7 +30,8 @@ from tests.kit.world import World  # noqa: E402
 PEFT, LIGHTNING = "ignore:.*is_gradient_checkpointing:FutureWarning", "ignore:.*LeafSpec:FutureWarning"
 SAVED = "ignore:Checkpoint directory|The dirpath:UserWarning"
 HINTS = "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
-pytestmark = [pytest.mark.filterwarnings(one) for one in (PEFT, LIGHTNING, SAVED, HINTS)]
+pytestmark = [pytest.mark.promise(121)]
+pytestmark += [pytest.mark.filterwarnings(one) for one in (PEFT, LIGHTNING, SAVED, HINTS)]
 MODELS = {"body": Body, "llama": llama, "lora": lora_llama}
 SAMPLES, BATCH = 32, 4
 REPLICAS = {None: 0, "fsdp2": 2, "fsdp4": 4, "ddp": 2, "hsdp": 4, "tp": 1, "fsdp_tp": 2, "hsdp_tp": 2}
