@@ -14,6 +14,7 @@ import tests.kit.garbage  # noqa: F401, for what it does
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -49,9 +50,10 @@ def workers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
-    """Every test starts from one seed and leaves no process group behind in this process."""
+    """Every test starts from one seed; in this process it leaves no process group and no variable behind."""
     torch.manual_seed(0)
-    yield
+    with mock.patch.dict(os.environ):
+        yield
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -2,7 +2,7 @@
 
 `prepare` replaces none of the models: they are prepared in place, and their optimizers follow them. What
 accelerate does for one model per process, its launcher, dataloaders, schedulers, trackers and counting of
-microbatches, it does here too. See docs/integrations.md.
+microbatches, it does here too. See docs/accelerate.md.
 """
 
 import os

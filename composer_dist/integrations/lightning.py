@@ -1,7 +1,7 @@
 """Lightning: strategies for its Trainer and for Fabric; importing this registers both as "composer_dist".
 
 Lightning starts the processes, makes the process group and chooses the precision; `parallelize_model` does
-the rest, in place, so that a LightningModule needs no `configure_model`. See docs/integrations.md.
+the rest, in place, so that a LightningModule needs no `configure_model`. See docs/lightning.md.
 """
 
 import os
