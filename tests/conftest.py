@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tests.kit import world
+from tests.kit.worker import forget_accelerate
 from tests.kit.world import World
 
 
@@ -56,6 +57,7 @@ def same_start() -> Iterator[None]:
         yield
     if dist.is_initialized():
         dist.destroy_process_group()
+    forget_accelerate()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

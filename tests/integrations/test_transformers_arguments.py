@@ -12,8 +12,9 @@ import yaml
 from torch.distributed.tensor import DTensor
 
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-from tests.kit.hf_trainer import made, mixed, reset_accelerate
+from tests.kit.hf_trainer import made, mixed
 from tests.kit.huggingface import llama
+from tests.kit.worker import forget_accelerate
 from tests.kit.world import World
 
 TP: dict[str, Any] = {"mesh": {"tp": 2}, "tp": {}}
@@ -99,7 +100,7 @@ def parsed(folder: str, *words: str) -> Any:
     else:
         line = [word for name, value in fixed.items() for word in (f"--{name}", str(value))]
         [args] = parser.parse_args_into_dataclasses([*line, *words])
-    reset_accelerate()
+    forget_accelerate()
     trainer = mixed(Trainer)(model=llama(), args=args)
     return trainer.parallelism, trainer.weights, trainer.precision
 

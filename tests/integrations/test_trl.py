@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import same, weights
-from tests.kit.hf_trainer import Ran, made, reset_accelerate, result, run, same_training
+from tests.kit.hf_trainer import Ran, made, result, run, same_training
 from tests.kit.huggingface import llama, lora, lora_llama, tokenizer
 from tests.kit.quantized import NF4, quantize
+from tests.kit.worker import forget_accelerate
 from tests.kit.world import World
 from tests.kit.world import run as on_world
 
@@ -266,7 +267,7 @@ def example(folder: str) -> tuple[int, str]:
     main = runpy.run_path(str(ROOT / "examples" / "finetune_trl.py"))["main"]
     out = Path(folder)
     for steps in (8, 10):
-        reset_accelerate()
+        forget_accelerate()
         main(out, steps)
     state = json.loads((out / "checkpoint-10" / "trainer_state.json").read_text())
     return state["global_step"], (out / "adapter_config.json").read_text()

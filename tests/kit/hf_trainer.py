@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.kit.compare import close, weights
 from tests.kit.huggingface import llama
+from tests.kit.worker import forget_accelerate
 
 BATCH = 8
 """Rows in each step, of all ranks together."""
@@ -39,15 +40,6 @@ def rows(count: int = 48, seed: int = 1) -> list[dict[str, list[int]]]:
         {"input_ids": one.tolist(), "labels": [-100] * (row % 7) + one.tolist()[row % 7 :]}
         for row, one in enumerate(ids)
     ]
-
-
-def reset_accelerate() -> None:
-    """Forget the singletons, which have the process group of an earlier test."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
-    GradientState._reset_state()
 
 
 def arguments(folder: Path | str, cls: Any = None, share: int = 1, **options: Any) -> Any:
@@ -88,7 +80,7 @@ def made(
     from datasets import Dataset
     from transformers import Trainer, TrainingArguments, default_data_collator
 
-    reset_accelerate()
+    forget_accelerate()
     plain, settings = kinds() if kinds else (Trainer, TrainingArguments)
     given: dict[str, Any] = {} if kinds else {"data_collator": default_data_collator}
     given |= {"train_dataset": Dataset.from_list(rows())} | (trainer or {})

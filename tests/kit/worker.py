@@ -206,8 +206,19 @@ def _tear_down() -> None:
     clear_dtensor_caches()
     forget_meshes()
     torch._dynamo.reset()
+    forget_accelerate()
     for mesh in gc.get_objects():
         if type(mesh) is DeviceMesh:  # torch 2.12 never frees those of DTensors
             mesh._pg_registry.clear()
     gc.collect()
     gc.freeze()  # what is left are imports and caches that stay: keeps the next collection short
+
+
+def forget_accelerate() -> None:
+    """Forget accelerate's singletons, which have the process group of an earlier test."""
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        AcceleratorState._reset_state(True)
+        PartialState._reset_state()
+        GradientState._reset_state()
