@@ -27,11 +27,11 @@ PUBLIC = {
     "composer_dist.distributed": (
         "DDPSyncStrategy HangGuard ParallelPlan Preparation Verification accumulate accumulated_bytes "
         "apply_ac assert_no_meta build_mesh clip_grad_norm clip_grad_value context_parallel "
-        "convert_sync_batch_norm ddp_sync_context fsdp_mesh init_context launch meta_init "
+        "convert_sync_batch_norm ddp_sync_context device_mesh_of fsdp_mesh init_context launch meta_init "
         "named_parameters_canonical no_sync parallel_cross_entropy parallelize_composer_model "
         "parallelize_model plan_parallelism prepare_fully_shard register_strategy register_tensor_codec "
-        "revert_sync_batch_norm sampler_kwargs submesh suggest summon_full_params sync_module_states "
-        "unparallelize_model presets process_group verify_model"
+        "resolve_config revert_sync_batch_norm sampler_kwargs submesh suggest summon_full_params "
+        "sync_module_states unparallelize_model presets process_group verify_model"
     ),
     "composer_dist.checkpoint": (
         "LoadResult PendingSave export_pretrained full_model_state full_optimizer_state latest_checkpoint "

@@ -10,6 +10,7 @@ from .plan.suggest import suggest as suggest
 from .prepare import parallelize_composer_model as parallelize_composer_model
 from .prepare import parallelize_model as parallelize_model
 from .prepare import process_group as process_group
+from .prepared import device_mesh_of as device_mesh_of
 from .prepared import named_parameters_canonical as named_parameters_canonical
 from .ranks.hangs.guard import HangGuard as HangGuard
 from .ranks.launch import launch as launch
@@ -36,3 +37,4 @@ from .weights.initialize import assert_no_meta as assert_no_meta
 from .wishes import presets as presets
 from .wishes import register_strategy as register_strategy
 from .wishes import register_tensor_codec as register_tensor_codec
+from .wishes import resolve_config as resolve_config

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -98,6 +98,12 @@ def prepared_mesh(model: nn.Module) -> Mesh | None:
     """The mesh for which this library has prepared `model`, or the first prepared module inside it."""
     known = (of(module) for module in model.modules())
     return next((one.mesh for one in known if one is not None and one.mesh is not None), None)
+
+
+def device_mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """The mesh for which `model` was prepared, or over which it was sharded without this library, if any."""
+    mesh = mesh_of(model)
+    return None if mesh is None else mesh.device_mesh
 
 
 def state_dict_type(model: nn.Module) -> Literal["sharded", "full"]:

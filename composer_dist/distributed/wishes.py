@@ -18,6 +18,7 @@ from composer_dist.config import presets as presets
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.parallelism import register_strategy as register_strategy
+from composer_dist.config.parallelism import resolve_config as resolve_config
 from composer_dist.config.rule import Rule
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import Faults, ParallelismValueError

@@ -22,9 +22,8 @@ from torch.utils.data import IterableDataset
 
 from composer_dist import MeshConfig, distributed
 from composer_dist import checkpoint as states
-from composer_dist.config.parallelism import Config, resolve_config
-from composer_dist.distributed import Preparation, process_group
-from composer_dist.distributed.prepared import mesh_of
+from composer_dist.config.parallelism import Config
+from composer_dist.distributed import Preparation, device_mesh_of, process_group, resolve_config
 from composer_dist.errors import CheckpointValueError, ParallelismRuntimeError, ParallelismValueError
 
 CASTS = {"no": None, "bf16": "amp_bf16"}
@@ -132,7 +131,7 @@ class ComposerAccelerator(Accelerator):
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def _parallelize(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        if mesh_of(model) is None:
+        if device_mesh_of(model) is None:
             config = replace(resolve_config(self.parallelism), mesh=self.mesh)
             precision = CASTS[self.mixed_precision]
             done = distributed.parallelize_model(model, config, optimizers, precision, **self._options)

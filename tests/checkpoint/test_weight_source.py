@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from composer_dist.checkpoint import export_pretrained, weight_source
 from composer_dist.checkpoint.export import source as module
@@ -150,6 +151,27 @@ def test_a_bucket_is_gathered_before_the_one_in_front_is_handed_out() -> None:
     count = len(list(model.parameters()))
     assert events[:4] == ["gathered 1", "gathered 1", "handed out", "gathered 1"]
     assert events.count("gathered 1") == events.count("handed out") == count
+
+
+@on_ranks(2)
+def test_at_most_two_buckets_are_held() -> None:
+    model = llama()
+    parallelize_model(model, FSDP2Config())
+    buckets: list[list[StorageWeakRef]] = []
+    gathered, most = gather_each, 0
+
+    def noted(given: Any) -> Any:
+        found = list(gathered(given))
+        buckets.append([StorageWeakRef(full.untyped_storage()) for _, full in found])
+        return iter(found)
+
+    bucket_bytes = 4 * max(one.numel() for one in model.parameters())
+    with mock.patch.object(module, "gather_each", noted):
+        for _name, value in weight_source(model, bucket_bytes=bucket_bytes):
+            del value
+            most = max(most, sum(not all(one.expired() for one in bucket) for bucket in buckets))
+    assert len(buckets) > 3
+    assert most == 2
 
 
 @on_ranks(2)

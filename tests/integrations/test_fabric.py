@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader
 
 lightning = pytest.importorskip("lightning", reason="needs lightning: pip install 'composer_dist[lightning]'")
 
+from composer_dist import DDPConfig  # noqa: E402
 from composer_dist.checkpoint import full_model_state  # noqa: E402
-from composer_dist.distributed import sampler_kwargs  # noqa: E402
-from composer_dist.errors import ParallelismRuntimeError  # noqa: E402
+from composer_dist.distributed import parallelize_model, sampler_kwargs, unparallelize_model  # noqa: E402
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError  # noqa: E402
 from composer_dist.integrations.lightning import ComposerDistFabricStrategy  # noqa: E402
 from tests.integrations.test_lightning import MODELS, WAIT, Result, same_run  # noqa: E402
 from tests.kit.compare import fails, same  # noqa: E402
@@ -135,3 +136,18 @@ def separately() -> None:
 
 def test_a_module_on_meta_and_then_its_optimizer(world2: World) -> None:
     world2(separately, **WAIT)
+
+
+def prepared_otherwise() -> None:
+    one, model = fabric("composer_dist"), MODELS["body"]()
+    parallelize_model(model, DDPConfig())
+    with fails(
+        ParallelismValueError, "is prepared already, on a mesh of {'dp_replicate': 2}", "'dp_shard': 2"
+    ):
+        one.setup_module(model)
+    unparallelize_model(model)
+    one.setup_module(model)
+
+
+def test_a_module_that_is_prepared_on_another_mesh_is_refused(world2: World) -> None:
+    world2(prepared_otherwise, **WAIT)
