@@ -41,12 +41,13 @@ PUBLIC = {
     "composer_dist.integrations.transformers": "ComposerDistMixin ParallelArguments",
     "composer_dist.models": "ComposerClassifier ComposerModel HuggingFaceModel",
     "composer_dist.trainer": (
-        "Callback CheckpointSaver ConsoleLogger ConstantWithWarmupScheduler "
+        "Callback ChatTokenizer CheckpointSaver ConsoleLogger ConstantWithWarmupScheduler "
         "CosineAnnealingWithWarmupScheduler DistributedDataLoader EMA EarlyStopping Evaluator Event "
         "FileLogger FineTuningPhases Generate GradientClipping GradientNorm InMemoryLogger LRMonitor "
         "LinearWithWarmupScheduler Logger LoggerDestination LossScaling MLflowLogger MemoryMonitor "
-        "NaNMonitor NoImprovement OptimizerMonitor PackedDataset PackedStream Phase ProgressBar "
-        "ReplicaCheck Resume RuntimeEstimator SpeedMonitor State TensorBoardLogger Time TimeUnit "
+        "NaNMonitor NoImprovement OptimizerMonitor PackedDataset PackedStream PadRows Phase ProgressBar "
+        "ReplicaCheck Resume RuntimeEstimator SpeedMonitor State StreamingDataLoader "
+        "TensorBoardLogger Time TimeUnit "
         "Timestamp Trainer WandBLogger default_phases dump_schedule load_schedule"
     ),
     "composer_dist.trainer.callbacks": (

@@ -18,7 +18,7 @@ from composer_dist.distributed import meta_init, process_group
 from composer_dist.errors import CheckpointError, CheckpointValueError, ParallelismValueError, kind_of
 from composer_dist.precision import as_precision
 from composer_dist.recipe import named
-from composer_dist.recipe.data import datasets, length, loader
+from composer_dist.recipe.data import Loader, datasets, length, loader
 from composer_dist.recipe.models import build_model, hub_config
 from composer_dist.recipe.other_libraries.failures import blaming, check_wandb
 from composer_dist.recipe.output.summary import RunSummary
@@ -30,7 +30,6 @@ from composer_dist.recipe.tokenizer import tokenizer_named
 from composer_dist.recipe.trial import samples_to_try, try_step
 from composer_dist.trainer import (
     CheckpointSaver,
-    DistributedDataLoader,
     FineTuningPhases,
     NoImprovement,
     Resume,
@@ -75,8 +74,8 @@ def build(configuration: Configuration) -> Session:
     with process_group.together("reading the data"):
         tokenizer = tokenizer_of(run)
         train, held_out = datasets(run, tokenizer, folder)
-        train_loader = loader(train, run, folder, training=True)
-        eval_loader = None if held_out is None else loader(held_out, run, folder, training=False)
+        train_loader = loader(train, run, tokenizer, folder, training=True)
+        eval_loader = None if held_out is None else loader(held_out, run, tokenizer, folder, training=False)
     with process_group.together("building the model"):
         seed_all(run.seed)
         model = build_model(run, tokenizer, folder)
@@ -167,11 +166,7 @@ def start_of(
 
 
 def check_steps(
-    configuration: Configuration,
-    train: Any,
-    train_loader: DistributedDataLoader,
-    state: State,
-    streams: bool = False,
+    configuration: Configuration, train: Any, train_loader: Loader, state: State, streams: bool = False
 ) -> None:
     """Raises if some samples make no batch or the model cannot take it, or if a scheduler cannot step.
 
@@ -310,7 +305,7 @@ def loggers_of(configuration: Configuration) -> list[Any]:
     return made
 
 
-def epoch_of(loader: DistributedDataLoader) -> int | None:
+def epoch_of(loader: Any) -> int | None:
     """The batches of an epoch; None for a stream."""
     try:
         return len(loader)

@@ -9,12 +9,13 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.recipe import text
 from composer_dist.recipe.named import resolve
-from composer_dist.recipe.schema import FunctionData, LabeledData, Run, TextData
-from composer_dist.trainer import DistributedDataLoader
+from composer_dist.recipe.schema import ChatData, FunctionData, LabeledData, RowData, Run, TextData
+from composer_dist.recipe.sources import rows, text
+from composer_dist.trainer import DistributedDataLoader, PadRows, StreamingDataLoader
 
-Datasets = tuple[Dataset[Any], Dataset[Any] | None]
+Datasets = tuple[Any, ...]
+Loader = DistributedDataLoader | StreamingDataLoader
 
 
 def datasets(run: Run, tokenizer: Any, folder: Path) -> Datasets:
@@ -33,11 +34,13 @@ def datasets(run: Run, tokenizer: Any, folder: Path) -> Datasets:
             return _of_text(run, run.data, tokenizer)
         case LabeledData():
             return _of_classes(run.data, tokenizer)
+        case ChatData():
+            return rows.conversations(run.data, tokenizer, folder)
         case FunctionData():
             return _of_function(run.data, folder)
 
 
-def loader(dataset: Dataset[Any], run: Run, folder: Path, *, training: bool) -> DistributedDataLoader:
+def loader(dataset: Dataset[Any], run: Run, tokenizer: Any, folder: Path, *, training: bool) -> Loader:
     """Batches of `batch_size` samples across all ranks; the Trainer gives each rank its part.
 
     Raises:
@@ -48,19 +51,22 @@ def loader(dataset: Dataset[Any], run: Run, folder: Path, *, training: bool) -> 
         raise ParallelismValueError(
             f"There are only {samples} samples to train on, fewer than one batch of {data.batch_size}."
         )
-    collate = None
+    collate: Any = None
     if isinstance(data, FunctionData) and data.collate is not None:
         collate = resolve(data.collate, folder)
-    return DistributedDataLoader(
-        dataset,
-        global_batch_size=data.batch_size,
-        shuffle=training and data.shuffle and samples is not None,  # a stream shuffles itself
-        seed=run.seed,
-        drop_last=training,
-        num_workers=data.workers,
-        collate_fn=collate,
-        pin_memory=torch.accelerator.is_available(),
-    )
+    elif isinstance(data, RowData):
+        collate = PadRows(rows.pad_token(tokenizer))
+    options: dict[str, Any] = {
+        "global_batch_size": data.batch_size,
+        "drop_last": training,
+        "num_workers": data.workers,
+        "collate_fn": collate,
+        "pin_memory": torch.accelerator.is_available(),
+    }
+    if isinstance(data, RowData) and samples is None:
+        return StreamingDataLoader(dataset, **options)
+    shuffle = training and data.shuffle and samples is not None  # a stream shuffles itself
+    return DistributedDataLoader(dataset, shuffle=shuffle, seed=run.seed, **options)
 
 
 def _of_text(run: Run, data: TextData, tokenizer: Any) -> Datasets:

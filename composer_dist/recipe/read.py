@@ -25,12 +25,12 @@ OURS = frozenset(
 )
 """The Trainer's arguments that have sections of their own."""
 _DATA_OF = {
-    "causal_lm": ("text", "function"),
+    "causal_lm": ("text", "chat", "function"),
     "masked_lm": ("text", "function"),
     "sequence_classification": ("labeled_text", "function"),
     "module": ("function",),
 }
-_DATA_KINDS = {"text", "labeled_text", "function"}
+_DATA_KINDS = {kind for kinds in _DATA_OF.values() for kind in kinds}
 
 
 @dataclass(frozen=True)

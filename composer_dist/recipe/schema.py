@@ -114,6 +114,40 @@ class LabeledData(Data):
     held_out: int = Field(64, ge=0)
 
 
+class RowData(Data):
+    """The keys of data in rows."""
+
+    source: Source
+    """Files (.jsonl, .json, .parquet, .csv) by glob, one or a list; a folder that `save_to_disk` wrote; or
+    {dataset: ...} for `datasets.load_dataset`."""
+    evaluate: Source | None = None
+    """Rows to evaluate on, in the same form."""
+    held_out: int = Field(0, ge=0)
+    """Or how many rows of `source` to evaluate on, spread evenly over it."""
+    streaming: bool = False
+    """Read rows while training, and not before: each rank and worker reads its own files."""
+    context: PositiveInt = 1024
+    """The most tokens of a sample; longer rows are cut at their end."""
+
+    @model_validator(mode="after")
+    def _one_evaluation(self) -> RowData:
+        if self.held_out and (self.streaming or self.evaluate is not None):
+            raise ValueError("held_out takes rows of a source that is not streamed; evaluate names others")
+        return self
+
+
+class ChatData(RowData):
+    """Conversations (`messages`, `tools`), pairs of `prompt` and `completion`, or `text`; for causal LMs."""
+
+    kind: Literal["chat"]
+    packing: bool = True
+    """Pack rows into samples of `context` tokens, without attention between them; else pad them."""
+    loss_on: Literal["assistant", "all"] | None = None
+    """null: the assistant's turns of `messages`, the `completion` after a `prompt`, and all of a text."""
+    chat_template: str | None = None
+    """A file with a chat template, in place of the tokenizer's; saved with the model."""
+
+
 class FunctionData(Data):
     """Data sets returned by a function of yours."""
 
@@ -147,7 +181,7 @@ class Run(Section):
     seed: int = Field(17, ge=0, lt=2**63)
     """Of everything random: weights, order of the data, dropout."""
     model: Annotated[HubModel | ModuleModel, Field(discriminator="kind")]
-    data: Annotated[TextData | LabeledData | FunctionData, Field(discriminator="kind")]
+    data: Annotated[TextData | LabeledData | ChatData | FunctionData, Field(discriminator="kind")]
     optimizer: Named = Named(name="adamw")
     """"adamw", "adam", "sgd" or package.module.Name, and its arguments; without them the name is enough."""
     scheduler: Named | None = None

@@ -24,7 +24,7 @@ from composer_dist.recipe.output.folder import run_folder
 from composer_dist.recipe.problems import blamed_on
 from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import ModuleModel
-from composer_dist.trainer import EMA, DistributedDataLoader, Time
+from composer_dist.trainer import EMA, Time
 from composer_dist.trainer.arguments import hang_limits
 from composer_dist.trainer.clock import NoTokensError
 from composer_dist.trainer.data.loader import OtherDataError
@@ -63,7 +63,7 @@ def verified(configuration: Configuration) -> Verification:
         with process_group.together("reading the data"):
             tokenizer = tokenizer_of(run)
             train, _ = datasets(run, tokenizer, folder)
-            data = loader(train, run, folder, training=True)
+            data = loader(train, run, tokenizer, folder, training=True)
         with process_group.together("building the model"):
             seed_all(run.seed)
             model = build_model(run, tokenizer, folder)
@@ -110,9 +110,7 @@ def _run(session: Session) -> None:
 
 def _steps(session: Session) -> str:
     """The steps of the run, where its length gives their number."""
-    loader = session.trainer.state.train_dataloader
-    assert isinstance(loader, DistributedDataLoader)
-    epoch = epoch_of(loader)
+    epoch = epoch_of(session.trainer.state.train_dataloader)
     try:
         steps = f"{batches(session.run.trainer['max_duration'], epoch):,} in all"
         return f"Steps: {steps}, {epoch:,} in an epoch." if epoch is not None else f"Steps: {steps}."

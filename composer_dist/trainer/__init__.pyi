@@ -15,9 +15,12 @@ from .callbacks import SpeedMonitor as SpeedMonitor
 from .clock import Time as Time
 from .clock import Timestamp as Timestamp
 from .clock import TimeUnit as TimeUnit
+from .data.chat import ChatTokenizer as ChatTokenizer
 from .data.loader import DistributedDataLoader as DistributedDataLoader
 from .data.packing import PackedDataset as PackedDataset
 from .data.packing import PackedStream as PackedStream
+from .data.padding import PadRows as PadRows
+from .data.streaming import StreamingDataLoader as StreamingDataLoader
 from .evaluation import Evaluator as Evaluator
 from .events import Event as Event
 from .finetuning.phases import FineTuningPhases as FineTuningPhases

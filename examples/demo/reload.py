@@ -12,7 +12,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from composer_dist.recipe.text import hold_out, pieces, read
+from composer_dist.recipe.sources.text import hold_out, pieces, read
 
 DEMO = Path("runs/demo")
 

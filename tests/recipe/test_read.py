@@ -311,7 +311,7 @@ def test_data_of_functions(write: Write, tmp_path: Path) -> None:
     def batches(*overrides: str) -> list[Any]:
         run = read_configuration(write(text), overrides).run
         train, _ = datasets(run, None, tmp_path)
-        return list(loader(train, run, tmp_path, training=True).placed(1, 0))
+        return list(loader(train, run, None, tmp_path, training=True).placed(1, 0))
 
     (batch,) = batches()
     assert (batch["x"].shape, batch["y"].dtype) == ((4, 2), torch.int64)

@@ -263,7 +263,7 @@ def _check(dataset: Any, shuffle: bool, options: Mapping[str, Any]) -> None:
     if _is_split(dataset):
         raise ParallelismValueError(
             "The stream is already split by split_dataset_by_node. A DistributedDataLoader splits it "
-            "again, and samples would be lost: give it the whole stream, or use another dataloader."
+            "again, and samples would be lost: give it the whole stream, or use a StreamingDataLoader."
         )
     if shuffle:
         raise ParallelismValueError(

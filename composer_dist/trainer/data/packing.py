@@ -2,15 +2,16 @@
 
 A block has `input_ids`, `labels` and `position_ids`. Positions start at 0 with each document; without an
 attention mask and a cache, transformers' models use them to separate the documents of a block.
-(`HuggingFaceModel` turns the cache off; a bare model needs `use_cache=False`.) The first label of each
-document is -100, because its predecessor in the block is another document's; so are the labels of padding.
+(`HuggingFaceModel` turns the cache off; a bare model needs `use_cache=False`.) The labels are those of the
+documents, or their tokens. The first label of each document is -100, because its predecessor in the block is
+another document's; so are the labels of padding.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
-from itertools import accumulate
-from typing import Any, Literal
+from dataclasses import KW_ONLY, dataclass, replace
+from itertools import accumulate, count, islice
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from composer_dist.config.base import require
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.trainer.data.streaming import rewind, split
 
 IGNORED = -100
 Piece = tuple[int, int, int]
@@ -32,9 +34,11 @@ class _Packing:
     key: str = "input_ids"
     pad_token_id: int = 0
     drop_last: bool = False
+    how: Literal["cut", "whole"] = "cut"
 
     def __post_init__(self) -> None:
         check_length(self.length)
+        require("how", self.how, ("cut", "whole"))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -42,8 +46,8 @@ class PackedDataset(_Packing, Dataset[dict[str, Tensor]]):
     """Blocks of tokens from documents that can be indexed; the blocks can be shuffled and resumed.
 
     Args:
-        documents: token sequences, or mappings with one, such as the rows of a tokenized Hugging Face
-            dataset. Each is read once for its length, and again when its block is.
+        documents: token sequences, or mappings with one and perhaps `labels`, such as the rows of a
+            tokenized Hugging Face dataset. Each is read once for its length, and again when its block is.
         length: tokens of a block.
         how: "cut": documents one after the other, cut where a block is full, so that only the last
             block is padded. "whole": a document stays in one piece where a block can hold it
@@ -56,11 +60,8 @@ class PackedDataset(_Packing, Dataset[dict[str, Tensor]]):
         ParallelismValueError: there are no tokens, or an option is invalid.
     """
 
-    how: Literal["cut", "whole"] = "cut"
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("how", self.how, ("cut", "whole"))
         lengths = [len(tokens) for tokens in _all_tokens(self.documents, self.key)]
         if not sum(lengths):
             raise ParallelismValueError("There are no tokens to pack: all documents are empty.")
@@ -75,7 +76,7 @@ class PackedDataset(_Packing, Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         pieces = [
-            _tokens(self.documents[number], self.key, number)[first:end]
+            _tokens(self.documents[number], self.key, number)[:, first:end]
             for number, first, end in self.blocks[index]
         ]
         return block(pieces, self.length, self.pad_token_id)
@@ -83,48 +84,117 @@ class PackedDataset(_Packing, Dataset[dict[str, Tensor]]):
 
 @dataclass(eq=False, repr=False)
 class PackedStream(_Packing, IterableDataset[dict[str, Tensor]]):
-    """Blocks of tokens from a stream of documents, cut where a block is full.
+    """Blocks of tokens from a stream of documents.
+
+    It has a position (`state_dict`), from which reading continues with at most `window` documents read again,
+    and can be split by rank where the documents can.
 
     Args:
-        documents: an iterable of token sequences, or of mappings with one; starts over each time.
+        documents: an iterable of token sequences, or of mappings with one and perhaps `labels`; starts over
+            each time.
         length: tokens of a block.
+        how: "cut": documents one after the other, cut where a block is full. "whole": those of each window
+            stay in one piece where a block can hold them (best fit, longest first).
         key: of the tokens in a mapping.
-        pad_token_id: for what is left of the last block.
-        drop_last: leave it out if it is not full.
+        pad_token_id: for what is left of a block.
+        drop_last: with "cut", leave out the last block if it is not full.
+        window: with "whole", how many documents to pack at a time.
     """
 
+    _: KW_ONLY
+    window: int = 1000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._start: dict[str, Any] = {}
+        self._place: dict[str, Any] = {}
+
     def set_epoch(self, epoch: int) -> None:
-        """Calls the documents' own `set_epoch`, if they have one."""
+        """Starts at the beginning; calls the documents' own `set_epoch`, if they have one."""
+        self._start = {}
         if callable(tell := getattr(self.documents, "set_epoch", None)):
             tell(epoch)
 
+    def split(self, num_replicas: int, rank: int) -> Self:
+        """The blocks of one rank's part of the documents."""
+        return replace(self, documents=split(self.documents, num_replicas, rank))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last block."""
+        return dict(self._place)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to the position that `state_dict` returned, once."""
+        self._start = self._place = dict(state)
+
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        start, self._start = self._start, {}
+        self._place = start
+        blocks = self._cut if self.how == "cut" else self._whole
+        yield from blocks(self._read(start.get("documents")), start.get("skip", 0))
+
+    def _read(self, place: Any) -> Iterator[tuple[Any, Tensor]]:
+        """Each document's tokens and labels, and before them the position where it is read."""
+        documents = self.documents
+        stateful = hasattr(documents, "load_state_dict")
+        if stateful and place is not None:
+            documents.load_state_dict(place)
+        else:
+            rewind(documents)
+        before = 0 if stateful else place or 0
+        iterator = islice(iter(documents), before, None)
+        for number in count(before):
+            document = next(iterator, _END)
+            if document is _END:
+                return
+            yield place, _tokens(document, self.key, number)
+            place = documents.state_dict() if stateful else number + 1
+
+    def _cut(self, documents: Iterator[tuple[Any, Tensor]], skip: int) -> Iterator[dict[str, Tensor]]:
         pieces: list[Tensor] = []
         free = self.length
-        for number, document in enumerate(self.documents):
-            tokens = _tokens(document, self.key, number)
-            while len(tokens):
-                pieces.append(tokens[:free])
-                tokens = tokens[free:]
-                free -= len(pieces[-1])
+        for place, tokens in documents:
+            first, skip = skip, 0
+            while first < tokens.shape[1]:
+                pieces.append(tokens[:, first : first + free])
+                first += pieces[-1].shape[1]
+                free -= pieces[-1].shape[1]
                 if not free:
-                    yield block(pieces, self.length, self.pad_token_id)
+                    made = block(pieces, self.length, self.pad_token_id)
                     pieces, free = [], self.length
+                    self._place = {"documents": place, "skip": first}
+                    yield made
         if pieces and not self.drop_last:
+            self._place = {"documents": place, "skip": first}
             yield block(pieces, self.length, self.pad_token_id)
+
+    def _whole(self, documents: Iterator[tuple[Any, Tensor]], skip: int) -> Iterator[dict[str, Tensor]]:
+        while window := list(islice(documents, self.window)):
+            blocks = _best_fit([tokens.shape[1] for _, tokens in window], self.length)
+            for number, pieces in enumerate(blocks[skip:], skip + 1):
+                self._place = {"documents": window[0][0], "skip": number}
+                found = [window[document][1][:, first:end] for document, first, end in pieces]
+                yield block(found, self.length, self.pad_token_id)
+            skip = 0
+
+
+_END = object()
 
 
 def block(pieces: Sequence[Tensor], length: int, pad_token_id: int) -> dict[str, Tensor]:
-    """One block of documents, or parts of them, and of padding up to `length`."""
-    rest = length - sum(len(piece) for piece in pieces)
-    padding = [torch.full((rest,), pad_token_id)] if rest else []
-    labels = [piece.clone() for piece in pieces]
-    for piece in labels:
-        piece[0] = IGNORED
+    """One block of documents, or parts of them, and of padding up to `length`.
+
+    Args:
+        pieces: `(2, n)`: tokens and labels.
+    """
+    rest = length - sum(piece.shape[1] for piece in pieces)
+    padding = [torch.tensor([[pad_token_id], [IGNORED]]).expand(2, rest)] if rest else []
+    positions = torch.cat([torch.arange(piece.shape[1]) for piece in (*pieces, *padding)])
+    tokens, labels = torch.cat([*pieces, *padding], dim=1)
     return {
-        "input_ids": torch.cat([*pieces, *padding]),
-        "labels": torch.cat([*labels, *(torch.full_like(one, IGNORED) for one in padding)]),
-        "position_ids": torch.cat([torch.arange(len(piece)) for piece in (*pieces, *padding)]),
+        "input_ids": tokens,
+        "labels": labels.masked_fill(positions == 0, IGNORED),
+        "position_ids": positions,
     }
 
 
@@ -182,7 +252,7 @@ def _all_tokens(documents: Any, key: str) -> Iterator[Any]:
         yield from documents.with_format(None)[key]
         return
     for number in range(len(documents)):
-        yield _tokens(documents[number], key, number)
+        yield _tokens(documents[number], key, number)[0]
 
 
 def _check_key(key: str, lacks: str, there: Collection[Any]) -> None:
@@ -192,9 +262,21 @@ def _check_key(key: str, lacks: str, there: Collection[Any]) -> None:
 
 
 def _tokens(document: Any, key: str, number: int) -> Tensor:
+    """A document's tokens and labels, `(2, n)`."""
+    labels = None
     if isinstance(document, Mapping):
         _check_key(key, f"Document {number} has no", document)
-        document = document[key]
+        document, labels = document[key], document.get("labels")
+    tokens = _sequence(document, number)
+    labels = tokens if labels is None else _sequence(labels, number)
+    if len(labels) != len(tokens):
+        raise ParallelismValueError(
+            f"Document {number} has {len(tokens)} tokens, but {len(labels)} labels; it needs one for each."
+        )
+    return torch.stack([tokens, labels])
+
+
+def _sequence(document: Any, number: int) -> Tensor:
     try:
         tokens = torch.as_tensor(document)
     except (TypeError, ValueError, RuntimeError):

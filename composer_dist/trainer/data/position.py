@@ -90,12 +90,14 @@ _REMEDY = (
 )
 
 
-def check_position(dataloader: DistributedDataLoader, place: Mapping[str, Any]) -> None:
-    """Goes to the position that a checkpoint holds.
+def check_position(dataloader: Any, place: Mapping[str, Any]) -> None:
+    """Goes to the position that a checkpoint holds, if it is one for all ranks.
 
     Raises:
         ParallelismValueError: it has no meaning in this dataloader.
     """
+    if _kind(dataloader) != _ANY_WORLD:
+        return
     name = type(dataloader).__name__
     dataloader.load_state_dict(_mine(place, _ANY_WORLD, name)["state"])
 

@@ -7,6 +7,7 @@ from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.data.loader import DistributedDataLoader
+from composer_dist.trainer.data.streaming import StreamingDataLoader
 
 
 def data_part(mesh: Mesh | None) -> dict[str, int]:
@@ -45,8 +46,10 @@ def check_sampler(dataloader: Iterable[Any], expected: Mapping[str, int], purpos
 
 
 def placed(dataloader: Iterable[Any], part: Mapping[str, int]) -> Iterable[Any]:
-    """The dataloader, placed on this rank if it is a `DistributedDataLoader`."""
-    return dataloader.placed(**part) if isinstance(dataloader, DistributedDataLoader) else dataloader
+    """The dataloader, placed on this rank if it is one of ours."""
+    if isinstance(dataloader, DistributedDataLoader | StreamingDataLoader):
+        return dataloader.placed(**part)
+    return dataloader
 
 
 def batch_size(dataloader: Iterable[Any] | None) -> int | None:

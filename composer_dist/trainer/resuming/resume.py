@@ -25,7 +25,6 @@ from composer_dist.files.read import file_system
 from composer_dist.trainer.callbacks import Callback
 from composer_dist.trainer.callbacks.checkpoint_saver import CheckpointSaver, contents
 from composer_dist.trainer.clock import check_keys
-from composer_dist.trainer.data.loader import DistributedDataLoader
 from composer_dist.trainer.data.position import check_position
 from composer_dist.trainer.data.randomness import generator_states, set_generator_states
 from composer_dist.trainer.loop import TrainingLoop
@@ -191,9 +190,7 @@ def resume_run(
     return path
 
 
-def check_resume(
-    resume: Resume, state: State, callbacks: Sequence[Callback], data: DistributedDataLoader
-) -> str | None:
+def check_resume(resume: Resume, state: State, callbacks: Sequence[Callback], data: Any) -> str | None:
     """Raises what `resume_run` would, and `fit` after it with `data`.
 
     It loads the schedulers and the position only, so the model may be on the meta device.

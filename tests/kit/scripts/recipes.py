@@ -43,6 +43,13 @@ def trained(file: Path, *overrides: str) -> dict[str, Any]:
     return found | {"accuracies": log.get("metrics/eval/MulticlassAccuracy")}
 
 
+def exported(file: Path, *overrides: str) -> None:
+    """A run with its export."""
+    session = start(file, *overrides)
+    session.trainer.fit()
+    finish(session)
+
+
 def trained_and_exported(file: Path, *overrides: str) -> tuple[list[float], Tensor, Tensor]:
     """The losses of a run that ends with its exports, the logits at its start and at its end.
 

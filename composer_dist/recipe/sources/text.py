@@ -45,36 +45,60 @@ def read(source: str | Sequence[str] | Mapping[str, Any]) -> str:
     if source == "python":
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     else:
-        files = _files([source] if isinstance(source, str) else source)
+        files = files_of([source] if isinstance(source, str) else source)
     return "\n\n".join(file.read_text("utf-8", "replace") for file in files)
 
 
-def _files(patterns: Sequence[str]) -> list[Path]:
+def files_of(patterns: Sequence[str]) -> list[Path]:
+    """The files that match, each once.
+
+    Raises:
+        ParallelismValueError: a pattern matches nothing.
+    """
     found = {pattern: sorted(glob.glob(pattern, recursive=True)) for pattern in patterns}
     if empty := [pattern for pattern, files in found.items() if not files]:
         raise ParallelismValueError(
             f"No file matches {', '.join(map(repr, empty))} (in {Path.cwd()}). A text (data.source, or "
-            "data.classes) is 'english' or 'python', which come with Python, or files by name or glob."
+            "data.classes) is 'english' or 'python', which come with Python, or files by name or glob; rows "
+            "are files."
         )
     return [Path(file) for file in dict.fromkeys(chain(*found.values())) if Path(file).is_file()]
 
 
 def _of_dataset(dataset: str = "", column: str = "text", split: str = "train", **arguments: Any) -> str:
-    if not dataset:
-        raise ParallelismValueError("A text given as a mapping needs 'dataset', for datasets.load_dataset.")
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise ParallelismValueError(
-            "Reading a data set from the hub needs datasets: pip install 'composer_dist[data]'."
-        ) from None
-    with blaming(f"The data set {dataset!r} cannot be loaded"):
-        loaded: Any = load_dataset(dataset, split=split, **arguments)
+    loaded = load(dataset, split=split, **arguments)
     if column not in loaded.column_names:
         raise ParallelismValueError(
             f"{dataset} has no column {column!r}; it has {', '.join(loaded.column_names)}."
         )
     return "\n\n".join(loaded[column])
+
+
+def load(dataset: str, **arguments: Any) -> Any:
+    """A data set, by `datasets.load_dataset`.
+
+    Raises:
+        ParallelismValueError: it has no name, or cannot be loaded.
+    """
+    if not dataset:
+        raise ParallelismValueError("A source given as a mapping needs 'dataset', for datasets.load_dataset.")
+    with blaming(f"The data set {dataset!r} cannot be loaded"):
+        return library().load_dataset(dataset, **arguments)
+
+
+def library() -> Any:
+    """The module `datasets`.
+
+    Raises:
+        ParallelismValueError: it is not installed.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise ParallelismValueError(
+            "Reading data sets needs datasets: pip install 'composer_dist[data]'."
+        ) from None
+    return datasets
 
 
 def pieces(text: str, tokenizer: Any, length: int) -> Tensor:

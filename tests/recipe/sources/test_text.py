@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from composer_dist.errors import ParallelismValueError
-from composer_dist.recipe import text
 from composer_dist.recipe.data import datasets
 from composer_dist.recipe.schema import Run
+from composer_dist.recipe.sources import text
 from composer_dist.recipe.tokenizer import byte_tokenizer, tokenizer_named
 
 

@@ -1,0 +1,89 @@
+"""Rows of tables, from files or by `datasets`, as tokens with labels."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from composer_dist.distributed import process_group
+from composer_dist.errors import ParallelismValueError
+from composer_dist.recipe.schema import ChatData, RowData, Source
+from composer_dist.recipe.sources.text import files_of, hold_out, library, load
+from composer_dist.trainer import ChatTokenizer, PackedDataset, PackedStream
+
+_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def read(source: Source, streaming: bool = False) -> Any:
+    """The rows that a configuration names.
+
+    Args:
+        source: see `RowData.source`.
+        streaming: as an iterable data set, which reads while it is read.
+
+    Raises:
+        ParallelismValueError: they do not exist, or are in no known format.
+    """
+    if isinstance(source, Mapping):
+        return load(**{"dataset": "", "split": "train", "streaming": streaming, **source})
+    patterns = [source] if isinstance(source, str) else source
+    if len(patterns) == 1 and Path(patterns[0]).is_dir():
+        rows = library().load_from_disk(patterns[0])
+        return rows.to_iterable_dataset(len(rows.cache_files)) if streaming else rows
+    files = files_of(patterns)
+    kinds = {_FORMATS.get(file.suffix) for file in files}
+    if len(kinds) > 1 or None in kinds:
+        found = ", ".join(sorted({file.suffix for file in files}))
+        raise ParallelismValueError(
+            f"data.source: {found} cannot be read together; rows "
+            f"are in files of one kind, {', '.join(_FORMATS)}, or in a folder that save_to_disk wrote."
+        )
+    return load(
+        str(kinds.pop()), data_files=[str(file) for file in files], split="train", streaming=streaming
+    )
+
+
+def pair(data: RowData) -> tuple[Any, Any]:
+    """The rows to train on, and those to evaluate on or None.
+
+    Raises:
+        ParallelismValueError: they cannot be read, or too many are held out.
+    """
+    rows = read(data.source, data.streaming)
+    if data.held_out:
+        train, held = hold_out(range(len(rows)), data.held_out)
+        return rows.select(train), rows.select(held)
+    return rows, None if data.evaluate is None else read(data.evaluate)
+
+
+def conversations(data: ChatData, tokenizer: Any, folder: Path) -> tuple[Any, ...]:
+    """Conversations as tokens with labels, packed if the configuration says so."""
+    if data.chat_template is not None:
+        tokenizer.chat_template = (folder / data.chat_template).read_text()
+    make = ChatTokenizer(tokenizer, max_length=data.context, loss_on=data.loss_on)
+    return tokenized(data, make, tokenizer, data.packing)
+
+
+def tokenized(data: RowData, make: Any, tokenizer: Any, packing: bool = False) -> tuple[Any, ...]:
+    """What a `RowTokenizer` makes of the rows to train on and to evaluate on.
+
+    The first rank of each host tokenizes; the others find the result in the cache of `datasets`.
+    """
+    rows = pair(data)
+    found: tuple[Any, ...] = ()
+    for first in (True, False):
+        with process_group.together("tokenizing the data"):
+            if first == (process_group.local_rank() == 0):
+                found = tuple(None if one is None else make.map(one) for one in rows)
+    if not packing:
+        return found
+    return tuple(None if one is None else _packed(one, data.context, pad_token(tokenizer)) for one in found)
+
+
+def pad_token(tokenizer: Any) -> int:
+    """The token to pad with; models do not see it."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+
+
+def _packed(rows: Any, length: int, pad: int) -> Any:
+    kind: Any = PackedDataset if hasattr(rows, "__len__") else PackedStream
+    return kind(rows, length, how="whole", pad_token_id=pad)

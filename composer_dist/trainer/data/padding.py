@@ -1,0 +1,61 @@
+"""Rows of different lengths as one batch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer.data.packing import IGNORED
+
+
+@dataclass(frozen=True)
+class PadRows:
+    """A `collate_fn` for rows of `input_ids`: pads at the end, to the longest row of the batch.
+
+    A batch has `input_ids`, `labels`, `attention_mask` and what else the rows have; packed rows, with
+    `position_ids`, get no mask. Sequences of labels are padded with -100, others with 0. Rows without
+    `labels` have their tokens as labels. A label that is a number, or a
+    `label` as tables call it, stays one for each row.
+
+    Args:
+        pad_token_id: for `input_ids`.
+        multiple_of: of what a batch's length is a multiple.
+    """
+
+    pad_token_id: int
+    _: KW_ONLY
+    multiple_of: int = 1
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """The batch.
+
+        Raises:
+            ParallelismValueError: rows have no `input_ids`, or do not have the same columns.
+        """
+        if wrong := [number for number, row in enumerate(rows) if "input_ids" not in row]:
+            raise ParallelismValueError(
+                f"Row {wrong[0]} of a batch has no input_ids; it has {', '.join(rows[wrong[0]])}. Tokenize "
+                "it first, for example with ChatTokenizer."
+            )
+        if len({frozenset(row) for row in rows}) > 1:
+            raise ParallelismValueError("The rows of a batch do not all have the same columns.")
+        columns = {("labels" if key == "label" else key): [row[key] for row in rows] for key in rows[0]}
+        columns.setdefault("labels", columns["input_ids"])
+        if "position_ids" not in columns:
+            columns.setdefault("attention_mask", [[1] * len(ids) for ids in columns["input_ids"]])
+        padding = {"input_ids": self.pad_token_id, "labels": IGNORED}
+        return {key: self._column(values, padding.get(key, 0)) for key, values in columns.items()}
+
+    def _column(self, values: Sequence[Any], padding: int) -> Tensor:
+        tensors = [torch.as_tensor(value) for value in values]
+        if not all(one.ndim for one in tensors):
+            return torch.stack(tensors)
+        longest = max(len(one) for one in tensors)
+        size = -(-longest // self.multiple_of) * self.multiple_of
+        made = torch.full((len(tensors), size), padding, dtype=tensors[0].dtype)
+        for row, one in zip(made, tensors, strict=True):
+            row[: len(one)] = one
+        return made

@@ -1,0 +1,167 @@
+"""A dataloader of streams that are split by rank and worker, and that continues where it was.
+
+Each rank has its own position, so a run resumes on the same number of ranks. Nothing is read again, except
+for what `datasets` reads of the present file.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch.utils.data import default_collate
+
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+
+
+class StreamingDataLoader:
+    """This rank's batches of its own part of a stream.
+
+    A stream of `datasets` is split by its files (`num_shards`), if their number is a multiple of the ranks';
+    otherwise each rank reads all of them and keeps its samples. Workers divide a rank's files.
+    Give it to the Trainer, which places it. It needs torchdata.
+
+    Args:
+        stream: an iterable data set of `datasets`, a `PackedStream` of one, or any iterable with
+            `split(num_replicas, rank)`, and with `state_dict` and `load_state_dict` if it is to resume.
+        batch_size: samples of one rank's batch.
+        global_batch_size: samples of all ranks together, instead; a multiple of their number.
+        collate_fn: samples to a batch, torch's by default.
+        drop_last: leave out a last batch that is smaller.
+        options: go to torchdata's StatefulDataLoader: `num_workers`, `pin_memory`, `prefetch_factor`, ...
+
+    Raises:
+        ParallelismValueError: not exactly one of the two sizes, or it is no multiple of the ranks.
+        ParallelismTypeError: the stream cannot be split.
+    """
+
+    def __init__(
+        self,
+        stream: Any,
+        batch_size: int | None = None,
+        *,
+        global_batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> None:
+        if (batch_size is None) == (global_batch_size is None):
+            raise ParallelismValueError("Pass either batch_size or global_batch_size.")
+        check_splits(stream)
+        self.dataset = stream
+        self.batch_size = batch_size
+        self.global_batch_size = global_batch_size
+        self.collate_fn = collate_fn or default_collate
+        self.drop_last = drop_last
+        self.num_replicas: int | None = None
+        """Ranks with different data; None before the loader is placed."""
+        self.rank: int | None = None
+        self._options = options
+        self._epoch = 0
+        self._state: Any = None
+        self._loader: Any = None
+
+    def placed(self, num_replicas: int, rank: int) -> Self:
+        """This loader, for one rank of several; itself, if it is that one already.
+
+        Raises:
+            ParallelismValueError: a global batch cannot be divided by the ranks.
+        """
+        if self.num_replicas is not None:
+            return self  # the Trainer compares
+        if self.global_batch_size and self.global_batch_size % num_replicas:
+            raise ParallelismValueError(
+                f"global_batch_size={self.global_batch_size} must be a multiple of the {num_replicas} "
+                "data-parallel ranks, which read a stream each for itself."
+            )
+        other = copy.copy(self)
+        other.dataset = split(self.dataset, num_replicas, rank)
+        other.num_replicas, other.rank = num_replicas, rank
+        return other
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the start of an epoch; calls the stream's own `set_epoch`, if it has one."""
+        self._epoch, self._state, self._loader = epoch, None, None
+        if callable(tell := getattr(self.dataset, "set_epoch", None)):
+            tell(epoch)
+        rewind(self.dataset)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's position after its last batch."""
+        state = self._state if self._loader is None else self._loader.state_dict()
+        return {"epoch": self._epoch, "loader": state, "num_workers": self._options.get("num_workers", 0)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to the position that `state_dict` returned.
+
+        Raises:
+            ParallelismValueError: there was another number of workers, which divide the files otherwise.
+        """
+        workers = self._options.get("num_workers", 0)
+        if state["num_workers"] != workers:
+            raise ParallelismValueError(
+                f"The checkpoint's position is that of {state['num_workers']} workers, but num_workers is "
+                f"{workers}. Restore it, or restart the epoch with load_ignore_keys=['data']."
+            )
+        self.set_epoch(state["epoch"])
+        self._state = state["loader"]
+
+    def __iter__(self) -> Iterator[Any]:
+        """A pass from the present position to the end of the epoch; the next one starts at the beginning."""
+        if self._loader is not None:
+            self.set_epoch(self._epoch)
+        self._loader, self._state = self._open(self._state), None
+        return iter(self._loader)
+
+    def _open(self, state: Any) -> Any:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        size = self.batch_size or (self.global_batch_size or 1) // (self.num_replicas or 1)
+        # A generator of its own, so that opening a pass draws nothing from the process's.
+        options = {"generator": torch.Generator(), **self._options}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it
+            loader = StatefulDataLoader(
+                self.dataset, size, collate_fn=self.collate_fn, drop_last=self.drop_last, **options
+            )
+        if state is not None:
+            loader.load_state_dict(state)
+        return loader
+
+
+def split(stream: Any, num_replicas: int, rank: int) -> Any:
+    """One rank's part of a stream, as it says itself or as `datasets` splits its own.
+
+    Raises:
+        ParallelismTypeError: it cannot be split.
+    """
+    check_splits(stream)
+    if num_replicas == 1:
+        return stream
+    if callable(own := getattr(stream, "split", None)):
+        return own(num_replicas, rank)
+    from datasets.distributed import split_dataset_by_node
+
+    return split_dataset_by_node(stream, rank, num_replicas)
+
+
+def rewind(stream: Any) -> None:
+    """Lets a stream of `datasets` start its next pass at the beginning, not at an earlier position."""
+    if hasattr(stream, "_ex_iterable"):
+        stream.load_state_dict(None)
+
+
+def check_splits(stream: Any) -> None:
+    """Raises if nothing says how to split a stream.
+
+    Raises:
+        ParallelismTypeError: names its class.
+    """
+    if callable(getattr(stream, "split", None)) or hasattr(stream, "_ex_iterable"):
+        return
+    raise ParallelismTypeError(
+        f"A {type(stream).__name__} is not a stream of `datasets` and has no split(num_replicas, rank), so "
+        "nothing says which rank reads what. A DistributedDataLoader takes any iterable data set: every rank "
+        "reads all of it."
+    )

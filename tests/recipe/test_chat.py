@@ -1,0 +1,110 @@
+"""A chat model from a YAML file: trained on several processes, exported, and asked in its template."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composer_dist.errors import ParallelismError, ParallelismValueError
+from composer_dist.recipe.data import datasets, loader
+from composer_dist.recipe.read import read_configuration
+from composer_dist.recipe.schema import RowData
+from composer_dist.recipe.sources.rows import read
+from composer_dist.recipe.tokenizer import byte_tokenizer
+from tests.kit.scripts.recipes import exported, trained
+from tests.kit.world import World
+
+pytestmark = pytest.mark.promise(124)
+hf = pytest.importorskip("datasets", reason="an extra")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "chat"
+ROWS = EXAMPLE / "capitals.jsonl"
+
+
+def answer(folder: Path, question: str) -> str:
+    """What an exported model says, by transformers alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    messages = [{"role": "user", "content": question}]
+    asked = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    told = model.generate(**asked, max_new_tokens=30, do_sample=False)
+    found: str = tokenizer.decode(told[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    return found
+
+
+def test_a_chat_model_of_two_processes_answers_in_its_template(world2: World, tmp_path: Path) -> None:
+    file = EXAMPLE / "chat.yaml"
+    assert sum(not line.lstrip().startswith("#") for line in file.read_text().splitlines()) <= 20
+    world2(exported, file, f"out={tmp_path}", f"data.source={ROWS}", "trainer.max_duration=120ba")
+    for question, expected in (
+        ("The capital of Peru?", "It is Lima."),
+        ("The capital of Kenya?", "It is Nairobi."),
+    ):
+        assert answer(tmp_path / "model", question) == expected
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_two_processes_train_as_one(packing: str, world1: World, world2: World, tmp_path: Path) -> None:
+    short = [f"data.source={ROWS}", f"data.packing={packing}", "trainer.max_duration=4ba"]
+    (alone,) = world1(trained, EXAMPLE / "chat.yaml", f"out={tmp_path}/1", *short)
+    one, other = world2(trained, EXAMPLE / "chat.yaml", f"out={tmp_path}/2", *short)
+    assert one["losses"] == other["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+
+
+def test_a_stream_resumes_where_it_was(world2: World, tmp_path: Path) -> None:
+    lines = ROWS.read_text().splitlines()
+    for number in range(2):
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(lines[number::2] * 6))
+    options = [f"data.source={tmp_path}/*.jsonl", "data.streaming=true", "scheduler=null", "data.context=96"]
+    options += ["checkpoints.interval=3ba"]
+    run = EXAMPLE / "chat.yaml"
+    whole, _ = world2(trained, run, f"out={tmp_path}/a", "trainer.max_duration=6ba", *options)
+    first, _ = world2(trained, run, f"out={tmp_path}/b", "trainer.max_duration=3ba", *options)
+    second, _ = world2(trained, run, f"out={tmp_path}/b", "trainer.max_duration=6ba", *options)
+    assert second["began"] == 3
+    assert first["losses"] + second["losses"] == whole["losses"]
+
+
+def test_rows_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
+    expected = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    rows = hf.Dataset.from_list(expected)
+    rows.to_parquet(tmp_path / "rows.parquet")
+    rows.to_json(tmp_path / "rows.json")
+    rows.save_to_disk(tmp_path / "saved")
+    sources: list[Any] = [str(ROWS), [f"{tmp_path}/*.parquet"], f"{tmp_path}/rows.json", f"{tmp_path}/saved"]
+    sources.append({"dataset": "json", "data_files": str(ROWS)})
+    for source in sources:
+        assert list(read(source)) == expected
+        assert list(read(source, streaming=True)) == expected
+    (tmp_path / "rows.txt").write_text("a")
+    with pytest.raises(ParallelismValueError, match=r"\.parquet, \.txt cannot be read together"):
+        read([f"{tmp_path}/rows.parquet", f"{tmp_path}/rows.txt"])
+    with pytest.raises(ParallelismValueError, match="No file matches"):
+        read(f"{tmp_path}/*.none")
+
+
+def test_rows_are_held_out_and_padded(tmp_path: Path) -> None:
+    options = [f"data.source={ROWS}", "data.held_out=2", "data.packing=false", f"out={tmp_path}"]
+    run = read_configuration(EXAMPLE / "chat.yaml", options).run
+    tokenizer = byte_tokenizer()
+    train, held = datasets(run, tokenizer, EXAMPLE)
+    assert (len(train), len(held)) == (6, 2)
+    batch = next(iter(loader(held, run, tokenizer, EXAMPLE, training=False)))
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
+    assert torch.equal(batch["labels"] != -100, (batch["labels"] == batch["input_ids"]))
+    assert bytes(batch["labels"][0][batch["labels"][0] != -100][:-1].tolist()) == b"It is Paris."
+
+
+def test_what_contradicts_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match="held_out takes rows of a source that is not streamed"):
+        RowData(source="a", held_out=1, streaming=True)
+
+
+def test_a_source_without_a_name_says_what_it_needs() -> None:
+    with pytest.raises(ParallelismError, match="needs 'dataset'"):
+        read({"split": "train"})
