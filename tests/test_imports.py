@@ -39,7 +39,9 @@ PUBLIC = {
         "weight_source"
     ),
     "composer_dist.integrations.transformers": "ComposerDistMixin ParallelArguments",
-    "composer_dist.models": "ComposerClassifier ComposerModel HuggingFaceModel",
+    "composer_dist.models": (
+        "ComposerClassifier ComposerModel HuggingFaceModel LanguagePerplexity TokenAccuracy"
+    ),
     "composer_dist.trainer": (
         "Callback ChatTokenizer CheckpointSaver ConsoleLogger ConstantWithWarmupScheduler "
         "CosineAnnealingWithWarmupScheduler DistributedDataLoader EMA EarlyStopping Evaluator Event "
@@ -47,7 +49,7 @@ PUBLIC = {
         "LinearWithWarmupScheduler Logger LoggerDestination LossScaling MLflowLogger MemoryMonitor "
         "NaNMonitor NoImprovement OptimizerMonitor PackedDataset PackedStream PadRows Phase ProgressBar "
         "ReplicaCheck Resume RuntimeEstimator SpeedMonitor State StreamingDataLoader "
-        "TensorBoardLogger Time TimeUnit "
+        "TableTokenizer TensorBoardLogger Time TimeUnit "
         "Timestamp Trainer WandBLogger default_phases dump_schedule load_schedule"
     ),
     "composer_dist.trainer.callbacks": (

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +123,20 @@ def optimizer_of(run: Run, model: ComposerModel, configuration: Configuration) -
     """An optimizer of the parameters that train."""
     kind = named.find("optimizer", named.OPTIMIZERS, run.optimizer.name, configuration.folder)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    arguments = default_rate(run) | run.optimizer.arguments
     with blaming(f"optimizer {run.optimizer.name!r}"):
         made: Optimizer
-        (made,) = listed("optimizer.name", kind(trainable, **run.optimizer.arguments), Optimizer)
+        (made,) = listed("optimizer.name", kind(trainable, **arguments), Optimizer)
     return made
+
+
+def default_rate(run: Run) -> dict[str, float]:
+    """The learning rate of Adam if the configuration has none: torch's is 50 times too high to fine-tune."""
+    if not isinstance(run.model, HubModel) or run.optimizer.name not in ("adam", "adamw"):
+        return {}
+    if run.model.pretrained is not None:
+        return {"lr": 2e-5 if run.model.adapter is None else 2e-4}
+    return {"lr": 1e-3 if run.model.adapter is None else 4e-3}
 
 
 def scheduler_of(
@@ -137,6 +148,8 @@ def scheduler_of(
     kind = named.find("scheduler", named.SCHEDULERS, run.scheduler.name, configuration.folder)
     arguments = run.scheduler.arguments
     torchs = isinstance(kind, type) and issubclass(kind, LRScheduler)
+    if not isinstance(kind, type) and "state" in known_names(kind):
+        return [partial(kind, **arguments)]
     if not torchs and "optimizer" not in known_names(kind):
         return [kind(**arguments)]
     for name in named.WHOLE_RUN.intersection(known_names(kind)).difference(arguments):

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.recipe.named import resolve
-from composer_dist.recipe.schema import ChatData, FunctionData, LabeledData, RowData, Run, TextData
+from composer_dist.recipe.schema import ChatData, FunctionData, LabeledData, RowData, Run, TableData, TextData
 from composer_dist.recipe.sources import rows, text
 from composer_dist.trainer import DistributedDataLoader, PadRows, StreamingDataLoader
 
@@ -36,6 +36,8 @@ def datasets(run: Run, tokenizer: Any, folder: Path) -> Datasets:
             return _of_classes(run.data, tokenizer)
         case ChatData():
             return rows.conversations(run.data, tokenizer, folder)
+        case TableData():
+            return rows.table(run.data, tokenizer, run.model.kind == "sequence_classification")
         case FunctionData():
             return _of_function(run.data, folder)
 
@@ -54,7 +56,7 @@ def loader(dataset: Dataset[Any], run: Run, tokenizer: Any, folder: Path, *, tra
     collate: Any = None
     if isinstance(data, FunctionData) and data.collate is not None:
         collate = resolve(data.collate, folder)
-    elif isinstance(data, RowData):
+    elif isinstance(data, RowData) or (tokenizer is not None and _tokenized(dataset)):
         collate = PadRows(rows.pad_token(tokenizer))
     options: dict[str, Any] = {
         "global_batch_size": data.batch_size,
@@ -113,6 +115,11 @@ def _of_function(data: FunctionData, folder: Path) -> Datasets:
         )
     train, held_out = (_with_tensors(one, data) for one in pair)
     return train, held_out
+
+
+def _tokenized(dataset: Any) -> bool:
+    """Whether it is a data set of `datasets` whose rows have tokens."""
+    return hasattr(dataset, "with_format") and "input_ids" in (dataset.column_names or next(iter(dataset)))
 
 
 def length(dataset: Any) -> int | None:

@@ -11,7 +11,7 @@ from composer_dist.distributed import init_context, meta_init, process_group
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerClassifier, ComposerModel, HuggingFaceModel
 from composer_dist.models.adapters import adapter_hosts
-from composer_dist.recipe.named import resolve
+from composer_dist.recipe.named import METRICS, find, resolve
 from composer_dist.recipe.other_libraries.failures import (
     blaming,
     check_kind,
@@ -23,6 +23,7 @@ from composer_dist.recipe.other_libraries.failures import (
 )
 from composer_dist.recipe.other_libraries.nf4 import quantize
 from composer_dist.recipe.schema import HubModel, ModuleModel, Run
+from composer_dist.recipe.sources.rows import classes_of
 from composer_dist.structure.families import quiet
 from composer_dist.wording import near_miss
 
@@ -43,6 +44,7 @@ def peft_class(method: str) -> Any:
 _AUTO = {
     "causal_lm": "AutoModelForCausalLM",
     "masked_lm": "AutoModelForMaskedLM",
+    "seq2seq_lm": "AutoModelForSeq2SeqLM",
     "sequence_classification": "AutoModelForSequenceClassification",
 }
 
@@ -70,13 +72,14 @@ def build_model(run: Run, tokenizer: Any, folder: Path, *, empty: bool = False) 
     with quiet():
         built = _hub_model(run, model, tokenizer, real)
         if model.adapter is None:
-            return HuggingFaceModel(built, tokenizer)
+            return HuggingFaceModel(built, tokenizer, **_metrics(model, built.config, folder))
         if real and model.config is not None:
             _write_base(built, tokenizer, run.out / "base")
         if model.quantize is not None:
             quantize(built)
         with blaming(f"model.adapter (the model's linear layers are {targets(built)})"):
-            made = HuggingFaceModel(built, tokenizer, peft_config=_peft_config(model))
+            options = _metrics(model, built.config, folder)
+            made = HuggingFaceModel(built, tokenizer, peft_config=_peft_config(model), **options)
         if run.export == "merged":
             check_mergeable(dict(adapter_hosts(made.model)))
         return made
@@ -100,6 +103,8 @@ def hub_config(model: HubModel, tokenizer: Any) -> Any:
     kind = CONFIG_MAPPING[given.pop("model_type")]
     names = ("pad_token_id", "bos_token_id", "eos_token_id")
     defaults = {"vocab_size": len(tokenizer)} | {name: getattr(tokenizer, name) for name in names}
+    if model.kind == "seq2seq_lm":
+        defaults["decoder_start_token_id"] = tokenizer.pad_token_id
     try:
         return kind(**{**defaults, **given})
     except Exception as error:  # each configuration has checks and errors of its own
@@ -113,8 +118,9 @@ def _hub_model(run: Run, model: HubModel, tokenizer: Any, real: bool) -> Any:
     auto = getattr(transformers, _AUTO[model.kind])
     config = hub_config(model, tokenizer)
     check_kind(model, config)
-    if model.kind == "sequence_classification" and hasattr(run.data, "classes"):
-        labels = list(run.data.classes)
+    if model.num_labels is not None:
+        config.num_labels = model.num_labels
+    elif model.kind == "sequence_classification" and (labels := classes_of(run.data)):
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
     dtype = getattr(torch, model.dtype) if model.dtype else None
@@ -135,11 +141,27 @@ def _hub_model(run: Run, model: HubModel, tokenizer: Any, real: bool) -> Any:
     return built
 
 
+def _metrics(model: HubModel, config: Any, folder: Path) -> dict[str, Any]:
+    """Arguments of a `HuggingFaceModel` for the metrics that evaluate it."""
+    made = []
+    for name, given in model.metrics.items():
+        arguments = dict(given or {})
+        if name == "accuracy":
+            arguments = {"num_classes": config.num_labels, "average": "micro"} | arguments
+        with blaming(f"model.metrics.{name}"):
+            made.append(find("metric", METRICS, name, folder)(**arguments))
+    return {"use_logits": True, "eval_metrics": made} if made else {}
+
+
 def _peft_config(model: HubModel) -> Any:
     from peft import TaskType
 
     assert model.adapter is not None
-    tasks = {"causal_lm": TaskType.CAUSAL_LM, "sequence_classification": TaskType.SEQ_CLS}
+    tasks = {
+        "causal_lm": TaskType.CAUSAL_LM,
+        "seq2seq_lm": TaskType.SEQ_2_SEQ_LM,
+        "sequence_classification": TaskType.SEQ_CLS,
+    }
     arguments = {"task_type": tasks.get(model.kind)} | (model.adapter.model_extra or {})
     return peft_class(model.adapter.method)(**arguments)
 

@@ -111,6 +111,11 @@ LOGGERS = {
     "tensorboard": "composer_dist.trainer.loggers.TensorBoardLogger",
     "wandb": "composer_dist.trainer.loggers.WandBLogger",
 }
+METRICS = {
+    "accuracy": "torchmetrics.classification.MulticlassAccuracy",
+    "perplexity": "composer_dist.models.LanguagePerplexity",
+    "token_accuracy": "composer_dist.models.TokenAccuracy",
+}
 PLACES = {"file": {"path": "metrics.jsonl"}, "tensorboard": {"log_dir": "tensorboard"}}
 """Where loggers write in the run's folder by default."""
 

@@ -27,7 +27,8 @@ OURS = frozenset(
 _DATA_OF = {
     "causal_lm": ("text", "chat", "function"),
     "masked_lm": ("text", "function"),
-    "sequence_classification": ("labeled_text", "function"),
+    "seq2seq_lm": ("table", "function"),
+    "sequence_classification": ("labeled_text", "table", "function"),
     "module": ("function",),
 }
 _DATA_KINDS = {kind for kinds in _DATA_OF.values() for kind in kinds}
@@ -95,7 +96,7 @@ def _check_sections(values: dict[str, Any], folder: Path, problems: Problems) ->
             )
     for section, known, given in (
         ("optimizer", named.OPTIMIZERS, {"params"}),
-        ("scheduler", named.SCHEDULERS, {"optimizer", *named.WHOLE_RUN}),
+        ("scheduler", named.SCHEDULERS, {"optimizer", "state", *named.WHOLE_RUN}),
     ):
         value = values.get(section)
         if isinstance(value, dict) and isinstance(value.get("name"), str):
@@ -106,7 +107,7 @@ def _check_sections(values: dict[str, Any], folder: Path, problems: Problems) ->
                 problems.check(arguments_of(target, ours), arguments, section)
     for section, known in (("callbacks", named.CALLBACKS), ("loggers", named.LOGGERS)):
         if isinstance(entries := values.get(section), dict):
-            _check_each(section, known, entries, folder, problems)
+            _check_each((section,), known, entries, folder, problems)
     if isinstance(phases := values.get("phases"), dict):
         problems.check(arguments_of(FineTuningPhases), phases, "phases")
         _check_schedule(phases.get("schedule"), problems)
@@ -119,15 +120,15 @@ def _check_sections(values: dict[str, Any], folder: Path, problems: Problems) ->
 
 
 def _check_each(
-    section: str, known: dict[str, str], entries: dict[Any, Any], folder: Path, problems: Problems
+    path: KeyPath, known: dict[str, str], entries: dict[Any, Any], folder: Path, problems: Problems
 ) -> None:
-    """Callbacks or loggers by name; the schema reports arguments that are not a mapping."""
+    """Callbacks, loggers or metrics by name; the schema reports arguments that are not a mapping."""
     for name, arguments in entries.items():
-        with problems.at(section, name):
-            target = named.find(section.removesuffix("s"), known, str(name), folder)
+        with problems.at(*path, name):
+            target = named.find(str(path[-1]).removesuffix("s"), known, str(name), folder)
             if isinstance(arguments, dict | None):
                 ours = frozenset(named.PLACES.get(name, {})).difference(arguments or {})
-                problems.check(arguments_of(target, ours), arguments or {}, section, name)
+                problems.check(arguments_of(target, ours), arguments or {}, *path, name)
 
 
 def _check_schedule(schedule: Any, problems: Problems) -> None:
@@ -167,6 +168,8 @@ def _check_model(model: dict[str, Any], folder: Path, problems: Problems) -> Non
         _check_function(model, "model", folder, problems)
     if isinstance(model.get("config"), dict):
         _check_transformers(model["config"], problems)
+    if isinstance(metrics := model.get("metrics"), dict):
+        _check_each(("model", "metrics"), named.METRICS, metrics, folder, problems)
     if isinstance(adapter := model.get("adapter"), dict):
         with problems.at("model", "adapter", "method"):
             arguments = {key: value for key, value in adapter.items() if key != "method"}

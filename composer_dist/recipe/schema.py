@@ -40,7 +40,7 @@ class Adapter(Section):
 class HubModel(Section):
     """A Hugging Face model."""
 
-    kind: Literal["causal_lm", "masked_lm", "sequence_classification"]
+    kind: Literal["causal_lm", "masked_lm", "seq2seq_lm", "sequence_classification"]
     config: Arguments | None = None
     """Build a new model from this transformers configuration: `model_type` and what is not its default."""
     pretrained: str | None = None
@@ -53,6 +53,10 @@ class HubModel(Section):
     """Train an adapter and freeze the model's own weights."""
     quantize: Literal["nf4"] | None = None
     """Hold the frozen weights below an adapter in 4 bits (QLoRA); needs torchao."""
+    num_labels: PositiveInt | None = None
+    """Classes of a sequence classifier; by default those of `data`."""
+    metrics: Entries = {}
+    """Of evaluations: perplexity, token_accuracy, accuracy (of classes), or package.module.Name."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> HubModel:
@@ -148,6 +152,18 @@ class ChatData(RowData):
     """A file with a chat template, in place of the tokenizer's; saved with the model."""
 
 
+class TableData(RowData):
+    """Rows with a text and a label: a class, or for sequence-to-sequence models the text to write."""
+
+    kind: Literal["table"]
+    text: str | list[str] = "text"
+    """The column of texts, or two of them."""
+    label: str = "label"
+    """The column of labels: numbers, names, or texts to write."""
+    classes: list[str] | None = None
+    """The names of the labels, in order; by default those of the column."""
+
+
 class FunctionData(Data):
     """Data sets returned by a function of yours."""
 
@@ -157,7 +173,8 @@ class FunctionData(Data):
     to train on and the one to evaluate on, which may be None. Rows of `datasets` become tensors."""
     arguments: Arguments = {}
     collate: str | None = None
-    """A function that makes a batch of a list of samples, in the same form; by default torch's."""
+    """A function that makes a batch of a list of samples, in the same form; by default torch's, or for
+    rows of `datasets` with `input_ids` PadRows."""
 
 
 class Named(Section):
@@ -181,11 +198,12 @@ class Run(Section):
     seed: int = Field(17, ge=0, lt=2**63)
     """Of everything random: weights, order of the data, dropout."""
     model: Annotated[HubModel | ModuleModel, Field(discriminator="kind")]
-    data: Annotated[TextData | LabeledData | ChatData | FunctionData, Field(discriminator="kind")]
+    data: Annotated[TextData | LabeledData | ChatData | TableData | FunctionData, Field(discriminator="kind")]
     optimizer: Named = Named(name="adamw")
-    """"adamw", "adam", "sgd" or package.module.Name, and its arguments; without them the name is enough."""
+    """"adamw", "adam", "sgd" or package.module.Name, and its arguments; without them the name is enough. By
+    default Adam's lr is 1e-3 for a new model, 2e-5 for a pretrained one, and 2e-4 for an adapter on it."""
     scheduler: Named | None = None
-    """Of the learning rate, in the same form."""
+    """Of the learning rate, in the same form; or a function (state) -> factor, as package.module.name."""
     parallelism: str | Arguments | None = "fsdp"
     """A strategy by name ("fsdp", "hsdp", "tp", "ddp", ...), the fields of a ParallelismConfig, or null for
     none."""

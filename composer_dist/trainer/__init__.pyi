@@ -21,6 +21,7 @@ from .data.packing import PackedDataset as PackedDataset
 from .data.packing import PackedStream as PackedStream
 from .data.padding import PadRows as PadRows
 from .data.streaming import StreamingDataLoader as StreamingDataLoader
+from .data.table import TableTokenizer as TableTokenizer
 from .evaluation import Evaluator as Evaluator
 from .events import Event as Event
 from .finetuning.phases import FineTuningPhases as FineTuningPhases

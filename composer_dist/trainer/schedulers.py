@@ -8,8 +8,9 @@ are Composer's.
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import TypeGuard
 
 import torch
 from torch.optim import Optimizer
@@ -126,13 +127,38 @@ class CosineAnnealingWithWarmupScheduler(_Annealing):
         return self.alpha_f + (1 - self.alpha_f) * 0.5 * (1 + math.cos(math.pi * share))
 
 
+@dataclass(frozen=True)
+class _OfFunction(Schedule):
+    """What a function of the state says."""
+
+    function: Callable[[State], float] = lambda state: 1.0
+
+    def factor(self, state: State) -> float:
+        """What the function returns."""
+        return float(self.function(state))
+
+    def after_warmup(self, state: State, now: float, warmup: float, unit: TimeUnit) -> float:
+        """The same; a function has its own warm-up, or none."""
+        return self.factor(state)
+
+    def check_warmup(self, state: State) -> None:
+        """Nothing is known about it."""
+
+
+Schedules = LRScheduler | Schedule | Callable[[State], float]
+
+
 def sorted_out(given: object, optimizers: Sequence[Optimizer]) -> tuple[list[LRScheduler], list[Schedule]]:
-    """Torch's schedulers and ours; the groups' present rates become those that ours multiply."""
+    """Torch's schedulers and ours; the groups' present rates become those that ours multiply.
+
+    A function of the state is one of ours.
+    """
     items = list(given) if isinstance(given, Sequence) else [] if given is None else [given]
+    items = [_OfFunction(function=one) if _is_function(one) else one for one in items]
     if wrong := {type(one).__name__ for one in items if not isinstance(one, LRScheduler | Schedule)}:
         raise ParallelismTypeError(
-            "schedulers takes schedulers of torch.optim.lr_scheduler and those of composer_dist.trainer, "
-            f"not {', '.join(sorted(wrong))}."
+            "schedulers takes schedulers of torch.optim.lr_scheduler, those of composer_dist.trainer, and "
+            f"functions (state) -> factor, not {', '.join(sorted(wrong))}."
         )
     if any(isinstance(one, ReduceLROnPlateau) for one in items):
         raise ParallelismTypeError(
@@ -144,6 +170,10 @@ def sorted_out(given: object, optimizers: Sequence[Optimizer]) -> tuple[list[LRS
         for optimizer in optimizers:
             _base_rates(optimizer)
     return [one for one in items if isinstance(one, LRScheduler)], schedules
+
+
+def _is_function(one: object) -> TypeGuard[Callable[[State], float]]:
+    return callable(one) and not isinstance(one, type | LRScheduler | Schedule)
 
 
 def set_rates(state: State, schedules: Sequence[Schedule]) -> None:

@@ -10,7 +10,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from composer_dist.composer_model import ComposerModel, check_has_values, check_model
 from composer_dist.distributed.account import Preparation
@@ -36,7 +35,7 @@ from composer_dist.trainer.microbatch import MicrobatchSize
 from composer_dist.trainer.resuming.resume import Resume, load_run_state, resume_run, run_state
 from composer_dist.trainer.resuming.settings import settings_of
 from composer_dist.trainer.scaling import LossScaler, LossScaling
-from composer_dist.trainer.schedulers import Schedule, sorted_out
+from composer_dist.trainer.schedulers import Schedules, sorted_out
 from composer_dist.trainer.state import State
 from composer_dist.trainer.step import GradientClipping
 
@@ -57,7 +56,8 @@ class Trainer:
             or a mapping from label to dataloader.
         max_duration: where `fit` ends, such as "3ep", "100ba", "3e4tok" or "1h30m"; an integer means epochs.
         optimizers: of the model's parameters as they are now; preparation rebinds them.
-        schedulers: torch's learning-rate schedulers, or ours, which follow time strings.
+        schedulers: torch's learning-rate schedulers; ours, which follow time strings; or functions of the
+            State, before each batch, that return what the learning rates are multiplied by.
         step_schedulers_every_batch: whether torch's step after each batch, or after each epoch (False, None).
         parallelism_config: whatever `parallelize_composer_model` takes as its config; None trains the model
             as it is: in one process, or already prepared.
@@ -100,7 +100,7 @@ class Trainer:
         eval_dataloader: EvalData = None,
         max_duration: Time | str | int | None = None,
         optimizers: Optimizer | Sequence[Optimizer] | None = None,
-        schedulers: LRScheduler | Schedule | Sequence[LRScheduler | Schedule] | None = None,
+        schedulers: Schedules | Sequence[Schedules] | None = None,
         step_schedulers_every_batch: bool | None = None,
         parallelism_config: Any = None,
         precision: str | Precision | None = None,

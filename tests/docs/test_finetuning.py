@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from composer_dist.recipe.read import read_configuration
+from composer_dist.trainer import ChatTokenizer, PadRows
 from tests.kit.chat import CONVERSATIONS, chat_tokenizer
 from tests.kit.huggingface import llama
 
@@ -28,6 +29,9 @@ def test_every_block_of_python_runs() -> None:
         "model": model,
         "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
         "conversations": rows,
+        "reviews": [{"text": "It is good.", "label": "good"}, {"text": "No.", "label": "bad"}],
+        "torch": torch,
+        "batches": [PadRows(tokenizer.pad_token_id)(ChatTokenizer(tokenizer).map(CONVERSATIONS))],
         "stream": rows.to_iterable_dataset(num_shards=2),
     }
     found = blocks("python")
@@ -35,7 +39,7 @@ def test_every_block_of_python_runs() -> None:
     for code in found:
         exec(code, names)
         if "train" in names:
-            batch = next(iter(names["train"]))
+            batch = next(iter(names.pop("train")))
             assert batch["labels"].shape == batch["input_ids"].shape
 
 

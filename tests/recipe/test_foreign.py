@@ -64,7 +64,7 @@ def refused(preset: str, *overrides: str) -> str:
         (
             "pretrain",
             ["model.config={model_type: t5}"],
-            "transformers has 't5' only as sequence_classification",
+            "transformers has 't5' only as seq2seq_lm or sequence_classification",
         ),
         (
             "pretrain",

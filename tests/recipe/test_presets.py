@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from composer_dist.cli.init import PRESETS
+from composer_dist.recipe.build import default_rate
 from composer_dist.recipe.read import read_configuration
+from composer_dist.recipe.schema import Run
 from tests.kit.grids import in_the_default_run, slow
 from tests.kit.scripts.recipes import EVERY, PROMPT, trained, trained_and_exported
 from tests.kit.world import World
@@ -25,11 +27,23 @@ def test_presets_are_valid_and_every_one_has_a_name(name: str) -> None:
     assert {file.stem for file in PRESETS.glob("*.yaml")} == set(EVERY)
     read_configuration(PRESETS / f"{name}.yaml")
     text = (PRESETS / f"{name}.yaml").read_text()
-    rate = re.search(r"lr: [\de.-]+(.*)", text)
-    assert rate
-    assert ("pretrained" in text) == ("for a pretrained one about 2e-" in rate[1]), (
-        "its rate is for a new model"
-    )
+    fixed = re.search(r"^  lr: ", text, re.M)
+    assert bool(fixed) == ("pretrained:" not in text), "a rate for a new model would ruin a pretrained one"
+
+
+@pytest.mark.promise(125)
+@pytest.mark.parametrize(("model", "optimizer", "rate"), [
+    ({"config": {}}, {"name": "adamw"}, 1e-3),
+    ({"pretrained": "a"}, {"name": "adamw"}, 2e-5),
+    ({"pretrained": "a"}, {"name": "adam", "lr": 0.1}, 0.1),
+    ({"pretrained": "a", "adapter": {}}, {"name": "adamw"}, 2e-4),
+    ({"pretrained": "a"}, {"name": "sgd"}, None),
+])  # fmt: skip
+def test_learning_rates_are_those_for_the_weights(model: Any, optimizer: Any, rate: float | None) -> None:
+    data = {"kind": "text", "source": "english"}
+    run = {"out": "x", "model": {"kind": "causal_lm"} | model, "data": data, "trainer": {}}
+    found = Run.model_validate(run | {"optimizer": optimizer})
+    assert (default_rate(found) | found.optimizer.arguments).get("lr") == rate
 
 
 @pytest.mark.parametrize(

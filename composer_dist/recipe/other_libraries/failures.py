@@ -33,6 +33,7 @@ _TOKENIZERS = ("tokenizer*", "vocab*", "spiece*", "*.model")
 _MAPPINGS = {
     "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING",
     "masked_lm": "MODEL_FOR_MASKED_LM_MAPPING",
+    "seq2seq_lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
     "sequence_classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
 }
 

@@ -130,7 +130,9 @@ _NAMES: dict[str, tuple[str, ...]] = {
     ),
     "callbacks: a mapping of names to arguments": ("algorithms",),
     "not a key: checkpoints have all of the run's state": ("save_weights_only", "save_only_model"),
-    "automatic: samples are cut from the whole text, without padding": ("packing",),
+    "data.packing, for data of kind chat; texts are cut without padding": ("packing", "sample_packing"),
+    "data.loss_on": ("assistant_only_loss", "completion_only_loss", "train_on_inputs"),
+    "model.num_labels": ("num_labels",),
     "not a key: the model computes its loss": ("label_smoothing_factor", "label_smoothing"),
     "automatic: batches are pinned where there is an accelerator": ("dataloader_pin_memory", "pin_memory"),
     "not a key: of the options of torch's DataLoader there is data.workers": (
@@ -144,7 +146,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "min_lr", "min_lr_ratio", "eta_min",
     ),
     "loggers.wandb.project": ("wandb_project",),
-    "a key of model.config": ("model_type", "n_layer", "num_labels"),
+    "a key of model.config": ("model_type", "n_layer"),
     "trainer.deterministic": ("deterministic_mode", "full_determinism"),
     "seed": ("data_seed", "seed_everything", "global_seed"),
     "model.pretrained": (

@@ -6,9 +6,9 @@ from typing import Any
 
 from composer_dist.distributed import process_group
 from composer_dist.errors import ParallelismValueError
-from composer_dist.recipe.schema import ChatData, RowData, Source
+from composer_dist.recipe.schema import ChatData, RowData, Source, TableData
 from composer_dist.recipe.sources.text import files_of, hold_out, library, load
-from composer_dist.trainer import ChatTokenizer, PackedDataset, PackedStream
+from composer_dist.trainer import ChatTokenizer, PackedDataset, PackedStream, TableTokenizer
 
 _FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -61,6 +61,37 @@ def conversations(data: ChatData, tokenizer: Any, folder: Path) -> tuple[Any, ..
         tokenizer.chat_template = (folder / data.chat_template).read_text()
     make = ChatTokenizer(tokenizer, max_length=data.context, loss_on=data.loss_on)
     return tokenized(data, make, tokenizer, data.packing)
+
+
+def table(data: TableData, tokenizer: Any, classes: bool) -> tuple[Any, ...]:
+    """Texts as tokens, with classes, or with the tokens of texts to write."""
+    names = classes_of(data) if classes else None
+    make = TableTokenizer(tokenizer, text=data.text, label=data.label, classes=names, max_length=data.context)
+    return tokenized(data, make, tokenizer)
+
+
+def classes_of(data: Any) -> list[str] | None:
+    """The names of the classes in the data of a run; None if it does not say.
+
+    Raises:
+        ParallelismValueError: the table has no such column, or is streamed and names no classes.
+    """
+    if not isinstance(data, TableData) or data.classes is not None:
+        return None if getattr(data, "classes", None) is None else list(data.classes)
+    rows = read(data.source, data.streaming)
+    features = rows.features or {}
+    if (names := getattr(features.get(data.label), "names", None)) is not None:
+        return list(names)
+    if data.streaming:
+        raise ParallelismValueError("data.streaming does not read all labels before: give data.classes.")
+    if data.label not in features:
+        raise ParallelismValueError(f"The table has no column {data.label!r}; it has {', '.join(features)}.")
+    found = rows.unique(data.label)
+    if all(isinstance(one, int) for one in found):
+        return [str(number) for number in range(max(found) + 1)]
+    if not all(isinstance(one, str) for one in found):
+        raise ParallelismValueError(f"data.label: the column {data.label!r} has neither names nor numbers.")
+    return sorted(found)
 
 
 def tokenized(data: RowData, make: Any, tokenizer: Any, packing: bool = False) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ class PadRows:
     A batch has `input_ids`, `labels`, `attention_mask` and what else the rows have; packed rows, with
     `position_ids`, get no mask. Sequences of labels are padded with -100, others with 0. Rows without
     `labels` have their tokens as labels. A label that is a number, or a
-    `label` as tables call it, stays one for each row.
+    `label` as tables call it, stays one for each row. Columns of strings are left out.
 
     Args:
         pad_token_id: for `input_ids`.
@@ -42,7 +42,8 @@ class PadRows:
             )
         if len({frozenset(row) for row in rows}) > 1:
             raise ParallelismValueError("The rows of a batch do not all have the same columns.")
-        columns = {("labels" if key == "label" else key): [row[key] for row in rows] for key in rows[0]}
+        numbers = [key for key, value in rows[0].items() if not isinstance(value, str | None)]
+        columns = {("labels" if key == "label" else key): [row[key] for row in rows] for key in numbers}
         columns.setdefault("labels", columns["input_ids"])
         if "position_ids" not in columns:
             columns.setdefault("attention_mask", [[1] * len(ids) for ids in columns["input_ids"]])

@@ -43,6 +43,13 @@ def trained(file: Path, *overrides: str) -> dict[str, Any]:
     return found | {"accuracies": log.get("metrics/eval/MulticlassAccuracy")}
 
 
+def logs_of(file: Path, *overrides: str) -> dict[str, list[float]]:
+    """Everything that a whole run logged."""
+    session = start(file, *overrides)
+    session.trainer.fit()
+    return logged(session)
+
+
 def exported(file: Path, *overrides: str) -> None:
     """A run with its export."""
     session = start(file, *overrides)

@@ -1,0 +1,49 @@
+"""Rows of tables as tokens with classes or texts, and rows of different lengths as a batch."""
+
+import pytest
+import torch
+
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer import PadRows, TableTokenizer
+from tests.kit.chat import chat_tokenizer
+
+pytestmark = pytest.mark.promise(125)
+
+
+def test_classes_are_numbered_and_texts_are_tokenized() -> None:
+    tokenizer = chat_tokenizer()
+    make = TableTokenizer(tokenizer, classes=["bad", "good"], max_length=4)
+    rows = [{"text": "It is good.", "label": "good"}, {"text": "No.", "label": "bad"}]
+    made = make.map(rows)
+    assert [row["labels"] for row in made] == [1, 0]
+    assert made[0]["input_ids"] == tokenizer("It is good.")["input_ids"][:4]
+    assert TableTokenizer(tokenizer)({"text": "a", "label": True})["labels"] == 1
+    writes = TableTokenizer(tokenizer, label="answer")({"text": "2 and 3?", "answer": "5"})
+    assert writes["labels"] == tokenizer("5")["input_ids"]
+    with pytest.raises(ParallelismValueError, match="There is no class 'god'. Did you mean 'good'"):
+        make({"text": "a", "label": "god"})
+    with pytest.raises(ParallelismValueError, match="has no column 'label'; it has text"):
+        make({"text": "a"})
+
+
+def test_rows_are_padded_column_by_column() -> None:
+    rows = [
+        {"input_ids": [5, 6, 7], "labels": [1], "token_type_ids": [0, 1, 1], "name": "a"},
+        {"input_ids": [8], "labels": [2, 3], "token_type_ids": [1], "name": "b"},
+    ]
+    batch = PadRows(9)(rows)
+    assert {key: value.tolist() for key, value in batch.items()} == {
+        "input_ids": [[5, 6, 7], [8, 9, 9]],
+        "labels": [[1, -100], [2, 3]],
+        "token_type_ids": [[0, 1, 1], [1, 0, 0]],
+        "attention_mask": [[1, 1, 1], [1, 0, 0]],
+    }
+    one = PadRows(0)([{"input_ids": torch.tensor([1, 2]), "label": 1}, {"input_ids": [3], "label": 0}])
+    assert one["labels"].tolist() == [1, 0]
+    assert PadRows(0)([{"input_ids": [1, 2]}, {"input_ids": [3]}])["labels"].tolist() == [[1, 2], [3, -100]]
+    packed = PadRows(0)([{"input_ids": [1, 2], "labels": [1, 2], "position_ids": [0, 1]}])
+    assert "attention_mask" not in packed
+    with pytest.raises(ParallelismValueError, match="Row 1 of a batch has no input_ids; it has text"):
+        PadRows(0)([{"input_ids": [1]}, {"text": "a"}])
+    with pytest.raises(ParallelismValueError, match="do not all have the same columns"):
+        PadRows(0)([{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}])
