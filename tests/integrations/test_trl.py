@@ -66,9 +66,13 @@ def pairs(count: int = 48) -> Any:
 
 
 def kto() -> tuple[Any, Any]:
-    from trl import KTOConfig, KTOTrainer
+    import trl
 
-    return KTOTrainer, KTOConfig
+    if trl.KTOConfig.__base__.__module__.startswith("trl.experimental"):  # where TRL 1.0 had it
+        from trl.experimental.kto import KTOConfig, KTOTrainer
+
+        return KTOTrainer, KTOConfig
+    return trl.KTOTrainer, trl.KTOConfig
 
 
 def reward() -> tuple[Any, Any]:
