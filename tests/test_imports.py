@@ -44,21 +44,22 @@ PUBLIC = {
     ),
     "composer_dist.trainer": (
         "Callback ChatTokenizer CheckpointSaver ConsoleLogger ConstantWithWarmupScheduler "
-        "CosineAnnealingWithWarmupScheduler DistributedDataLoader EMA EarlyStopping Evaluator Event "
-        "FileLogger FineTuningPhases Generate GradientClipping GradientNorm InMemoryLogger LRMonitor "
-        "LinearWithWarmupScheduler Logger LoggerDestination LossScaling MLflowLogger MemoryMonitor "
-        "NaNMonitor NoImprovement OptimizerMonitor PackedDataset PackedStream PadRows Phase ProgressBar "
-        "ReplicaCheck Resume RuntimeEstimator SpeedMonitor State StreamingDataLoader "
-        "TableTokenizer TensorBoardLogger Time TimeUnit "
-        "Timestamp Trainer WandBLogger default_phases dump_schedule load_schedule"
+        "CosineAnnealingWithWarmupScheduler DistributedDataLoader EMA EarlyStopper EarlyStopping "
+        "Evaluator Event FileLogger FineTuningPhases Generate GradientClipping GradientNorm "
+        "InMemoryLogger LRMonitor LinearWithWarmupScheduler Logger LoggerDestination LossScaling "
+        "MLFlowLogger MLflowLogger MemoryMonitor NaNMonitor NoImprovement OptimizerMonitor PackedDataset "
+        "PackedStream PadRows Phase Profiler ProgressBar ReplicaCheck Resume RuntimeEstimator "
+        "SpeedMonitor State StreamingDataLoader TableTokenizer TensorBoardLogger TensorboardLogger Time "
+        "TimeUnit Timestamp Trainer WandBLogger default_phases dump_schedule load_schedule"
     ),
     "composer_dist.trainer.callbacks": (
-        "Callback CheckpointSaver EMA EarlyStopping Generate GradientNorm LRMonitor MemoryMonitor "
-        "NaNMonitor OptimizerMonitor ProgressBar ReplicaCheck RuntimeEstimator SpeedMonitor"
+        "Callback CheckpointSaver EMA EarlyStopper EarlyStopping Generate GradientNorm LRMonitor "
+        "MemoryMonitor NaNMonitor OptimizerMonitor Profiler ProgressBar ReplicaCheck RuntimeEstimator "
+        "SpeedMonitor"
     ),
     "composer_dist.trainer.loggers": (
-        "ConsoleLogger FileLogger InMemoryLogger Logger LoggerDestination MLflowLogger TensorBoardLogger "
-        "WandBLogger WritingLogger"
+        "ConsoleLogger FileLogger InMemoryLogger Logger LoggerDestination MLFlowLogger MLflowLogger "
+        "TensorBoardLogger TensorboardLogger WandBLogger WritingLogger"
     ),
 }
 """Every public name by its documented path. None of them may disappear or move."""

@@ -24,6 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_dist import _torch
 
 FEATURES = {
+    "torch.cuda.memory._dump_snapshot": "Profiler(memory_snapshot=True)",
+    "torch.cuda.memory._record_memory_history": "Profiler(memory_snapshot=True)",
     "torch.distributed.distributed_c10d._get_default_store": "agreement among ranks",
     "torch.distributed.distributed_c10d._resolve_process_group": "device_train_microbatch_size='auto'",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": "act_ckpt='wrapped'",

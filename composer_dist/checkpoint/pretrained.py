@@ -81,6 +81,7 @@ def export_pretrained(
     *,
     max_shard_size: int | str = "5GB",
     merge_adapters: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write a directory for `AutoModel...from_pretrained` or `PeftModel.from_pretrained`; a collective.
 
@@ -99,13 +100,15 @@ def export_pretrained(
         max_shard_size: bytes, or as "5GB": larger models are split into several files.
         merge_adapters: write a model directory with the active adapters merged into the weights by peft's
             own arithmetic. The model does not change.
+        dtype: floating-point tensors are stored in it, and the configuration says so; None keeps their own.
 
     Raises:
         ParallelismTypeError: `model` is none of these.
-        ParallelismValueError: the ranks' models differ.
+        ParallelismValueError: the ranks' models differ; `dtype` is not a floating-point one.
         CheckpointValueError: an adapter has no tensors or cannot be merged, or there is nothing to merge.
         CheckpointRuntimeError: a rank could not write; raised on every rank.
     """
+    _check_dtype(dtype)
     tokenizer = getattr(model, "tokenizer", None)
     saved = _pretrained(model)
     check_usable(model)
@@ -115,9 +118,10 @@ def export_pretrained(
     if merge_adapters and not adapted:
         raise CheckpointValueError("merge_adapters has nothing to merge: the model has no adapters.")
     if adapted and not merge_adapters:
-        write = _adapters(saved)
+        write = _adapters(saved, dtype)
     else:
-        write = _model(saved, prepared_mesh(model), max_shard_size, hosts if merge_adapters else {})
+        merged = hosts if merge_adapters else {}
+        write = _model(saved, prepared_mesh(model), merged, max_shard_size, dtype)
     with staged(path) as directory:
         write(directory)
         with Agreement().together("export_pretrained"):
@@ -146,11 +150,12 @@ def weight_source(
 
     Raises:
         ParallelismTypeError: `model` is none of these.
-        ParallelismValueError: `bucket_bytes` is not positive.
+        ParallelismValueError: `bucket_bytes` is not positive; `dtype` is not a floating-point one.
         CheckpointValueError: an adapter cannot be merged.
     """
     if bucket_bytes < 1:
         raise ParallelismValueError(f"bucket_bytes must be positive, not {bucket_bytes}.")
+    _check_dtype(dtype)
     saved = _pretrained(model)
 
     def export() -> Export:
@@ -160,16 +165,23 @@ def weight_source(
         base, mesh = _base_of(saved), prepared_mesh(model)
         with Agreement().together("weight_source"):
             if hosts and not merge_adapters:
-                return Export(base, base_sources(base), {}, mesh)
-            return _export(base, mesh, hosts)
+                return Export(base, base_sources(base), {}, mesh, dtype=dtype)
+            return _export(base, mesh, hosts, dtype=dtype)
 
     export()
-    return WeightSource(export, dtype, bucket_bytes)
+    return WeightSource(export, bucket_bytes)
 
 
-def _adapters(saved: Any) -> Callable[[Path], None]:
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ParallelismValueError(
+            f"dtype must be a floating-point dtype such as torch.bfloat16, not {dtype!r}."
+        )
+
+
+def _adapters(saved: Any, dtype: torch.dtype | None) -> Callable[[Path], None]:
     """Gather the adapters to rank 0, and return the function that writes them as peft does."""
-    state = as_peft_names(saved, full_model_state(saved, select="adapters"))
+    state = as_peft_names(saved, full_model_state(saved, select="adapters", dtype=dtype))
 
     def write(directory: Path) -> None:
         with ExitStack() as stack:
@@ -185,29 +197,37 @@ def _adapters(saved: Any) -> Callable[[Path], None]:
 
 
 def _model(
-    saved: Any, mesh: Mesh | None, max_shard_size: int | str, hosts: Mapping[str, Any]
+    saved: Any,
+    mesh: Mesh | None,
+    hosts: Mapping[str, Any],
+    max_shard_size: int | str,
+    dtype: torch.dtype | None,
 ) -> Callable[[Path], None]:
     """The function that writes a model directory, with the adapters of `hosts` merged."""
     base = _base_of(saved)
     with Agreement().together("export_pretrained"):
-        export = _export(base, mesh, hosts, max_shard_size)
+        export = _export(base, mesh, hosts, max_shard_size, dtype)
 
     def write(directory: Path) -> None:
         with Agreement().together("export_pretrained"):
             if world_and_rank()[1] == 0:
-                write_settings(base, directory, export.separated)
+                write_settings(base, directory, export.separated, dtype)
         export.write(directory)
 
     return write
 
 
 def _export(
-    base: Any, mesh: Mesh | None, hosts: Mapping[str, Any], max_shard_size: int | str = "5GB"
+    base: Any,
+    mesh: Mesh | None,
+    hosts: Mapping[str, Any],
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
 ) -> Export:
     """What there is to export: the model, with the adapters of `hosts` merged."""
     check_mergeable(hosts)
     tensors, layers = merged_sources(base) if hosts else (live_state(base), {})
-    return Export(base, tensors, layers, mesh, max_shard_size)
+    return Export(base, tensors, layers, mesh, max_shard_size, dtype)
 
 
 def _base_of(saved: Any) -> Any:

@@ -43,6 +43,7 @@ from composer_dist.trainer import (
 # Not public: only recipes and the Trainer check and seed.
 from composer_dist.trainer.arguments import check_duration, listed
 from composer_dist.trainer.data.batch import num_samples, num_tokens
+from composer_dist.trainer.data.feed import length_of
 from composer_dist.trainer.data.randomness import host_states, seed_all, set_host_states
 from composer_dist.trainer.evaluation import check_metrics
 from composer_dist.trainer.improvement import measured_on
@@ -84,8 +85,8 @@ def build(configuration: Configuration) -> Session:
             meta_init(model)  # as the preparation would
         check_monitored(configuration, model, eval_loader is not None)
         optimizer = optimizer_of(run, model, configuration)
-        schedulers = scheduler_of(run, optimizer, configuration, epoch_of(train_loader))
-        state = start_of(run, model, optimizer, schedulers, epoch_of(train_loader))
+        schedulers = scheduler_of(run, optimizer, configuration, epoch_of(run, train_loader))
+        state = start_of(run, model, optimizer, schedulers, epoch_of(run, train_loader))
         check_steps(configuration, train, train_loader, state)
         callbacks, loggers = callbacks_of(configuration), loggers_of(configuration)
     stepped = any(isinstance(one, LRScheduler) for one in schedulers)
@@ -235,6 +236,8 @@ def check_monitored(configuration: Configuration, model: ComposerModel, evaluate
             monitored["phases", "schedule", number, "until", "metric"] = phase.until.metric
     if (stopping := run.callbacks.get("early_stopping")) is not None:
         monitored["callbacks", "early_stopping", "monitor"] = stopping["monitor"]
+    if (best := (run.checkpoints or {}).get("monitor")) is not None:
+        monitored["checkpoints", "monitor"] = best
     evaluates = evaluates and run.trainer.get("eval_interval", "") is not None
     labels = ["train", "eval"] if evaluates else ["train"]
     for label in labels:
@@ -279,7 +282,7 @@ def callbacks_of(configuration: Configuration) -> list[Any]:
     """The callbacks that the configuration names, its phases and its checkpoints."""
     run, folder = configuration.run, configuration.folder
     made = [
-        named.find("callback", named.CALLBACKS, name, folder)(**(arguments or {}))
+        named.find("callback", named.CALLBACKS, name, folder)(**named.placed(name, arguments, run.out))
         for name, arguments in run.callbacks.items()
     ]
     if run.phases is not None:
@@ -318,12 +321,9 @@ def loggers_of(configuration: Configuration) -> list[Any]:
     return made
 
 
-def epoch_of(loader: Any) -> int | None:
+def epoch_of(run: Run, loader: Any) -> int | None:
     """The batches of an epoch; None for a stream."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None
+    return length_of(loader, run.trainer.get("train_subset_num_batches"))
 
 
 def batches(duration: Time | str | int | None, epoch: int | None) -> int:

@@ -4,6 +4,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -98,6 +99,7 @@ CALLBACKS = {
     "memory_monitor": "composer_dist.trainer.callbacks.MemoryMonitor",
     "nan_monitor": "composer_dist.trainer.callbacks.NaNMonitor",
     "optimizer_monitor": "composer_dist.trainer.callbacks.OptimizerMonitor",
+    "profiler": "composer_dist.trainer.callbacks.Profiler",
     "progress_bar": "composer_dist.trainer.callbacks.ProgressBar",
     "replica_check": "composer_dist.trainer.callbacks.ReplicaCheck",
     "runtime_estimator": "composer_dist.trainer.callbacks.RuntimeEstimator",
@@ -116,21 +118,31 @@ METRICS = {
     "perplexity": "composer_dist.models.LanguagePerplexity",
     "token_accuracy": "composer_dist.models.TokenAccuracy",
 }
-PLACES = {"file": {"path": "metrics.jsonl"}, "tensorboard": {"log_dir": "tensorboard"}}
-"""Where loggers write in the run's folder by default."""
+GROUPS = {"callback": "composer_dist.callbacks", "logger": "composer_dist.loggers"}
+"""The groups of entry points by which installed packages give their classes short names."""
+PLACES = {
+    "file": {"path": "metrics.jsonl"},
+    "tensorboard": {"log_dir": "tensorboard"},
+    "profiler": {"folder": "profile"},
+}
+"""Where loggers and callbacks write in the run's folder by default."""
 
 
 def placed(name: str, arguments: Mapping[str, Any] | None, out: Path) -> dict[str, Any]:
-    """A logger's arguments, with its place in the run's folder."""
+    """A logger's or callback's arguments, with its place in the run's folder."""
     return {key: str(out / place) for key, place in PLACES.get(name, {}).items()} | dict(arguments or {})
 
 
 def find(kind: str, known: Mapping[str, str], name: str, folder: Path) -> Any:
     """The class of a short name, or of a `package.module.Name` or `file.py:Name`.
 
+    Installed packages may add short names to those of callbacks and loggers, but not replace them.
+
     Raises:
         ParallelismValueError: it does not exist; lists the short names.
     """
+    if name not in known and kind in GROUPS:
+        known = {one.name: one.value for one in entry_points(group=GROUPS[kind])} | dict(known)
     if name in known:
         return resolve(known[name], folder)
     if "." in name:

@@ -22,6 +22,7 @@ from composer_dist.wording import near_miss
 OURS = frozenset(
     {"self", "model", "train_dataloader", "eval_dataloader", "optimizers", "schedulers"}
     | {"parallelism_config", "callbacks", "loggers", "seed", "resume"}
+    | {"load_path", "autoresume", "save_folder", "save_interval"}
 )
 """The Trainer's arguments that have sections of their own."""
 _DATA_OF = {

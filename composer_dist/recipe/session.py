@@ -110,7 +110,7 @@ def _run(session: Session) -> None:
 
 def _steps(session: Session) -> str:
     """The steps of the run, where its length gives their number."""
-    epoch = epoch_of(session.trainer.state.train_dataloader)
+    epoch = epoch_of(session.run, session.trainer.state.train_dataloader)
     try:
         steps = f"{batches(session.run.trainer['max_duration'], epoch):,} in all"
         return f"Steps: {steps}, {epoch:,} in an epoch." if epoch is not None else f"Steps: {steps}."

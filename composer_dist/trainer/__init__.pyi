@@ -1,6 +1,7 @@
 from .callbacks import EMA as EMA
 from .callbacks import Callback as Callback
 from .callbacks import CheckpointSaver as CheckpointSaver
+from .callbacks import EarlyStopper as EarlyStopper
 from .callbacks import EarlyStopping as EarlyStopping
 from .callbacks import Generate as Generate
 from .callbacks import GradientNorm as GradientNorm
@@ -8,6 +9,7 @@ from .callbacks import LRMonitor as LRMonitor
 from .callbacks import MemoryMonitor as MemoryMonitor
 from .callbacks import NaNMonitor as NaNMonitor
 from .callbacks import OptimizerMonitor as OptimizerMonitor
+from .callbacks import Profiler as Profiler
 from .callbacks import ProgressBar as ProgressBar
 from .callbacks import ReplicaCheck as ReplicaCheck
 from .callbacks import RuntimeEstimator as RuntimeEstimator
@@ -35,8 +37,10 @@ from .loggers import ConsoleLogger as ConsoleLogger
 from .loggers import FileLogger as FileLogger
 from .loggers import InMemoryLogger as InMemoryLogger
 from .loggers import LoggerDestination as LoggerDestination
+from .loggers import MLFlowLogger as MLFlowLogger
 from .loggers import MLflowLogger as MLflowLogger
 from .loggers import TensorBoardLogger as TensorBoardLogger
+from .loggers import TensorboardLogger as TensorboardLogger
 from .loggers import WandBLogger as WandBLogger
 from .resuming.resume import Resume as Resume
 from .scaling import LossScaling as LossScaling

@@ -27,6 +27,13 @@ def positive(name: str, time: Time | str | int | None) -> Time | None:
     return None if time is None else Time.positive(name, time)
 
 
+def subset_size(name: str, batches: int | None) -> int | None:
+    """A number of batches, unless all count."""
+    if batches is not None and (not isinstance(batches, int) or batches < 1):
+        raise ParallelismValueError(f"{name} must be a positive number of batches, not {batches!r}.")
+    return batches
+
+
 def check_duration(max_duration: Time | str | int | None) -> Time | None:
     """The length of a run, which is positive and not a share of itself."""
     found = positive("max_duration", max_duration)

@@ -85,6 +85,11 @@ class Time:
         )
 
     @classmethod
+    def from_timestring(cls, timestring: str) -> Self:
+        """`parse`, as Composer calls it."""
+        return cls.parse(timestring)
+
+    @classmethod
     def of(cls, time: Time | str | int, unit: TimeUnit | None = TimeUnit.EPOCH) -> Time:
         """`time` itself, the one that a string names, or a bare integer of `unit`.
 

@@ -197,6 +197,10 @@ class Evaluator:
         if self.interval is not None:
             Time.positive(f"{self.label}: interval", self.interval)
 
+    def limited(self, subset: int | None) -> Evaluator:
+        """With this subset, unless it has one."""
+        return replace(self, subset=subset) if self.subset is None else self
+
     @property
     def batches(self) -> Iterable[Any]:
         """The dataloader, or its first `subset` batches."""

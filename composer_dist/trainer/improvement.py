@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
+from composer_dist.config.base import require
 from composer_dist.errors import ParallelismKeyError
 from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.state import State
@@ -12,6 +13,15 @@ from composer_dist.wording import near_miss
 
 Mode = Literal["min", "max"]
 """Whether smaller or larger values are better."""
+
+
+_SMALL_IS_GOOD = ("loss", "error", "perplexity")
+
+
+def mode_of(metric: str, mode: Mode | None) -> Mode:
+    """`mode`, or if it is None "min" for a loss, an error or a perplexity, "max" for any other metric."""
+    require("mode", mode, ("min", "max", None))
+    return mode or ("min" if any(word in metric.lower() for word in _SMALL_IS_GOOD) else "max")
 
 
 @dataclass(kw_only=True)

@@ -36,6 +36,8 @@ class LoopOptions:
     schedule_batches: bool | None
     timetable: Timetable
     """When to evaluate, besides at the end."""
+    subset: int | None = None
+    """The most batches in an epoch."""
 
     def __post_init__(self) -> None:
         check_microbatch_size(self.microbatch_size)
@@ -75,7 +77,8 @@ class TrainingLoop:
             raise ParallelismValueError("Training needs a train_dataloader.")
         state.plan_fit(max_duration, duration)
         _check_trainable(state)
-        check_steps(state, self._options.schedule_batches, length_of(state.train_dataloader))
+        length = length_of(state.train_dataloader, self._options.subset)
+        check_steps(state, self._options.schedule_batches, length)
 
     def restart_epoch(self) -> None:
         """Forgets the position in the dataloader, because the dataloader has been replaced."""
@@ -152,6 +155,7 @@ class TrainingLoop:
             clock=lambda: time.monotonic() - self._began,
             replicas=self._replicas,
             place=place,
+            most=self._options.subset,
         )
 
     def _batch(self, fed: Fed, feed: Feed) -> None:

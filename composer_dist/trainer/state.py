@@ -15,7 +15,7 @@ from composer_dist.composer_model import ComposerModel
 from composer_dist.precision import Precision
 from composer_dist.trainer.clock import Time, Timestamp, TimeUnit, check_keys, end_of_fit
 from composer_dist.trainer.scaling import LossScaler
-from composer_dist.trainer.throughput import Throughput
+from composer_dist.trainer.speed.throughput import Throughput
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -79,6 +79,8 @@ class State:
     """What a checkpoint holds beside model and optimizers, by key; every rank must ask."""
     settings: dict[str, str] = field(default_factory=dict)
     """What the run was started with, by name; checkpoints record it, and resuming compares it."""
+    weights_only: str | None = None
+    """The checkpoint with which the run has resumed, if that has no states of the optimizers."""
     averages: dict[str, torch.Tensor] = field(default_factory=dict)
     """The weights' moving averages by parameter name, if an EMA keeps any; sharded like the weights."""
 

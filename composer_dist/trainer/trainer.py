@@ -8,31 +8,39 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
-from composer_dist.composer_model import ComposerModel, check_has_values, check_model
-from composer_dist.distributed.account import Preparation
-from composer_dist.distributed.prepare import parallelize_composer_model
-from composer_dist.distributed.prepared import mesh_of
-from composer_dist.distributed.ranks import process_group
+from composer_dist.composer_model import ComposerModel, check_model
 from composer_dist.distributed.ranks.hangs.guard import HangGuard
-from composer_dist.distributed.ranks.launcher_variables import check_alone
 from composer_dist.distributed.training.gradients import Accumulate, accumulated_bytes
 from composer_dist.errors import ParallelismValueError
 from composer_dist.precision import Precision, as_precision
-from composer_dist.trainer.arguments import check_duration, check_options, hang_limits, listed, positive
-from composer_dist.trainer.callbacks import Callback, LRMonitor, ProgressBar, SpeedMonitor
+from composer_dist.trainer.arguments import (
+    check_duration,
+    check_options,
+    hang_limits,
+    listed,
+    positive,
+    subset_size,
+)
+from composer_dist.trainer.callbacks import Callback, CheckpointSaver, LRMonitor, ProgressBar, SpeedMonitor
 from composer_dist.trainer.clock import Time
-from composer_dist.trainer.data.randomness import seed_all, use_deterministic_algorithms
-from composer_dist.trainer.data.sampling import batch_size, check_sampler, data_part, placed
+from composer_dist.trainer.data.randomness import use_deterministic_algorithms
+from composer_dist.trainer.data.sampling import batch_size, check_sampler, placed
 from composer_dist.trainer.evaluation import Evaluator, Timetable, as_evaluators, evaluate, predict
 from composer_dist.trainer.events import Event
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.loggers.destination import LoggerDestination
 from composer_dist.trainer.loop import LoopOptions, TrainingLoop
 from composer_dist.trainer.microbatch import MicrobatchSize
-from composer_dist.trainer.resuming.resume import Resume, load_run_state, resume_run, run_state
+from composer_dist.trainer.prepare import prepare_model
+from composer_dist.trainer.resuming.resume import (
+    Resume,
+    check_can_train,
+    load_run_state,
+    resume_run,
+    run_state,
+)
 from composer_dist.trainer.resuming.settings import settings_of
 from composer_dist.trainer.scaling import LossScaler, LossScaling
 from composer_dist.trainer.schedulers import Schedules, sorted_out
@@ -85,6 +93,12 @@ class Trainer:
             None learns it, False waits forever. See `HangGuard`.
         resume: a checkpoint's path, or a `Resume`; True resumes from the newest checkpoint of the
             `CheckpointSaver` among the callbacks, and starts a new run if there is none yet.
+        load_path: for `Resume(load_path=...)`.
+        autoresume: for `Resume(autoresume=True)`.
+        save_folder: adds a `CheckpointSaver` that saves there.
+        save_interval: how often it saves.
+        train_subset_num_batches: the most batches of each rank in an epoch.
+        eval_subset_num_batches: likewise in an evaluation, for an `Evaluator` without a `subset`.
 
     Raises:
         ParallelismValueError: several ranks but neither a `parallelism_config` nor a prepared model; a
@@ -120,13 +134,20 @@ class Trainer:
         progress_bar: bool = True,
         hang_timeout: Mapping[str, str | float] | str | float | None = None,
         resume: Resume | str | os.PathLike[str] | bool | None = None,
+        load_path: str | os.PathLike[str] | None = None,
+        autoresume: bool = False,
+        save_folder: str | os.PathLike[str] | None = None,
+        save_interval: Time | str | int = "1ep",
+        train_subset_num_batches: int | None = None,
+        eval_subset_num_batches: int | None = None,
     ) -> None:
         check_model(model)
         check_options(precision := as_precision(precision), compile, parallelism_config is not None)
         self._check_sampler, self._eval_loss = check_sampler, eval_loss
         self._max_duration = check_duration(max_duration)
-        self._evaluators = as_evaluators(eval_dataloader)
-        resume = Resume.of(resume)
+        subset = subset_size("eval_subset_num_batches", eval_subset_num_batches)
+        self._evaluators = [one.limited(subset) for one in as_evaluators(eval_dataloader)]
+        resume = Resume.of(resume, load_path, autoresume)
         optimizers = listed("optimizers", optimizers, Optimizer)
         torch_schedulers, schedules = sorted_out(schedulers, optimizers)
         options = LoopOptions(
@@ -136,9 +157,12 @@ class Trainer:
             schedules=schedules,
             schedule_batches=step_schedulers_every_batch,
             timetable=Timetable(self._evaluators, positive("eval_interval", eval_interval)),
+            subset=subset_size("train_subset_num_batches", train_subset_num_batches),
         )
         self._loggers = listed("loggers", loggers, LoggerDestination)
         self.callbacks = listed("callbacks", callbacks, Callback)
+        if save_folder is not None:
+            self.callbacks.append(CheckpointSaver(save_folder, save_interval))
         standard = (LRMonitor, SpeedMonitor, ProgressBar) if progress_bar else (LRMonitor, SpeedMonitor)
         missing = [kind() for kind in standard if not any(isinstance(one, kind) for one in self.callbacks)]
         self.callbacks += missing
@@ -153,9 +177,8 @@ class Trainer:
         self._event, limits = Event.INIT, hang_limits(hang_timeout)
         self._guard = HangGuard(limits, doing=lambda: self._event.doing(self.state.timestamp.batch))
         self._restore_algorithms = use_deterministic_algorithms() if deterministic else None
-        self.preparation: Preparation | None = None
-        """What the preparation of the model did, if this Trainer prepared it."""
-        self._data_part = self._prepare_model(parallelism_config, device, seed)
+        wished = parallelism_config, device, seed
+        self.preparation, self._data_part = prepare_model(self.state, self._guard, *wished)
         if compile:
             model.compile(**({} if compile is True else compile))
         self.logger = Logger(self.state, self._loggers)
@@ -185,36 +208,6 @@ class Trainer:
             with self._guard.at("load"):
                 self.resumed_from = resume_run(resume, self.state, self.callbacks, self.load_state_dict)
 
-    def _prepare_model(
-        self, config: Any, device: str | torch.device | None, seed: int | None
-    ) -> dict[str, int]:
-        """Prepares the model, or moves it to the device. Returns this rank's part of the data."""
-        if process_group.is_distributed() or config is not None:
-            process_group.init(device=device, reuse=True)
-        elif not dist.is_initialized():
-            check_alone(os.environ)
-        if seed is not None:
-            seed_all(seed)
-        state, model = self.state, self.state.model
-        if config is not None:
-            optimizers, precision = state.optimizers or None, state.precision
-            with self._guard.at("setup"):
-                self.preparation = parallelize_composer_model(model, optimizers, config, precision)
-        mesh = mesh_of(model)
-        part = data_part(mesh)
-        if seed is not None:
-            seed_all(seed + part["rank"])
-        state.world_size, state.rank = process_group.world_and_rank()
-        state.device = process_group.device_of_group() if device is None else torch.device(device)
-        if mesh is None:
-            check_has_values(model)
-            model.to(state.device)
-        elif state.device.type != mesh.device_type:
-            if device is not None:
-                raise ParallelismValueError(f"device='{device}', but the model is on {mesh.device_type!r}.")
-            state.device = torch.device(mesh.device_type)
-        return part
-
     def fit(
         self, *, duration: Time | str | int | None = None, train_dataloader: Iterable[Any] | None = None
     ) -> None:
@@ -236,6 +229,7 @@ class Trainer:
             if self.state.rank == 0:
                 _log.warning("The run has already reached max_duration='%s'; raise it to continue.", end)
             return
+        check_can_train(self.state)
         self._loop.plan(self._max_duration, positive("duration", duration))
         with self._closing_on_error():
             self._loop.run()

@@ -24,11 +24,12 @@ from composer_dist.errors import (
     CheckpointValueError,
     ParallelismRuntimeError,
     ParallelismTypeError,
+    ParallelismValueError,
 )
 from composer_dist.models import HuggingFaceModel
 from tests.kit import huggingface as hf
 from tests.kit.compare import fails_alike
-from tests.kit.files import files
+from tests.kit.files import files, tensors
 from tests.kit.meshes import BY_WORLD, PLACES
 from tests.kit.world import World, on_ranks, run
 
@@ -77,6 +78,37 @@ def test_transformers_loads_it(world2: World, tmp_path: Path, kind: str, max_sha
     assert AutoTokenizer.from_pretrained(tmp_path)("a b").input_ids == [4, 5]
     assert ("model.safetensors.index.json" in files(tmp_path)) == (max_shard_size == "4KB")
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [type(model).__name__]
+
+
+IN_BFLOAT16: dict[str, Callable[[], Any]] = {
+    "llama": hf.pretrained_llama,
+    "mixtral": lambda: hf.random(hf.mixtral()),  # its experts are fused in memory and separate on disk
+    "merged": hf.lora_llama,
+    "adapter": hf.lora_llama,
+}
+
+
+def twice(kind: str, path: Path) -> None:
+    model = IN_BFLOAT16[kind]()
+    parallelize_model(model, FSDP2Config())
+    for name, dtype in (("own", None), ("cast", torch.bfloat16)):
+        export_pretrained(model, path / name, dtype=dtype, merge_adapters=kind == "merged")
+
+
+@pytest.mark.promise(130)
+@pytest.mark.parametrize("kind", IN_BFLOAT16)
+def test_weights_are_stored_in_the_dtype_asked_for(world2: World, tmp_path: Path, kind: str) -> None:
+    world2(twice, kind, tmp_path)
+    own, cast = (tensors(tmp_path / name) for name in ("own", "cast"))
+    assert own.keys() == cast.keys()
+    for name, value in own.items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value.bfloat16(), cast[name])
+    if kind != "adapter":
+        assert json.loads((tmp_path / "cast" / "config.json").read_text())["dtype"] == "bfloat16"
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "cast").dtype == torch.bfloat16
+    with pytest.raises(ParallelismValueError, match=r"such as torch\.bfloat16, not torch\.int8"):
+        export_pretrained(IN_BFLOAT16[kind](), tmp_path, dtype=torch.int8)
 
 
 @pytest.mark.promise(96)

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from composer_dist.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from composer_dist.checkpoint.storage.place import place_of, remove_older
-from composer_dist.trainer.callbacks.checkpoint_saver import _point
+from composer_dist.checkpoint.storage.place import place_of, point, remove_older
 from tests.kit.killing import Killing
 from tests.kit.toy import stateful
 from tests.kit.world import PRELOAD
@@ -38,7 +37,7 @@ def kept(folder: Path) -> None:
 
 def pointed(folder: Path) -> None:
     save(folder / "b", 3)
-    _point(str(folder), "latest", "b")
+    point(str(folder), "latest", "b")
     remove_older(place_of(folder / "b"), 1)
 
 
@@ -92,7 +91,7 @@ def sweep(folder: Path, name: str, every: int) -> None:
         here = folder / str(at)
         save(here / "a", 1, sharded)
         if doing is pointed:
-            _point(str(here), "latest", "a")
+            point(str(here), "latest", "a")
         ended = killed(doing, here, at)
         found.append(newest(here))
         assert found[-1] >= found[-2], "what is complete stays so"

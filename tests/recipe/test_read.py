@@ -13,7 +13,8 @@ import torch
 from composer_dist import ParallelismConfig, users_code
 from composer_dist.config import parallelism as strategies
 from composer_dist.config.parallelism import register_strategy, strategy_named
-from composer_dist.errors import ParallelismKeyError, ParallelismValueError
+from composer_dist.errors import ParallelismError, ParallelismKeyError, ParallelismValueError
+from composer_dist.recipe.build import callbacks_of, loggers_of
 from composer_dist.recipe.data import datasets, loader
 from composer_dist.recipe.models import _module
 from composer_dist.recipe.named import CALLBACKS, find, resolve
@@ -382,3 +383,29 @@ def test_a_module_without_num_classes_is_told_the_key(tmp_path: Path) -> None:
     section = ModuleModel(kind="module", name="torch.nn.Identity")
     with pytest.raises(ParallelismValueError, match=r"its accuracy needs model\.num_classes"):
         _module(section, tmp_path)
+
+
+@pytest.mark.promise(131)
+def test_installed_packages_give_short_names(tmp_path: Path, monkeypatch: Any, write: Write) -> None:
+    package = tmp_path / "installed"
+    (package / "stranger-1.0.dist-info").mkdir(parents=True)
+    (package / "stranger-1.0.dist-info" / "METADATA").write_text("Name: stranger\nVersion: 1.0\n")
+    (package / "stranger-1.0.dist-info" / "entry_points.txt").write_text(
+        "[composer_dist.callbacks]\nslack = stranger:Slack\nema = stranger:Slack\n"
+        "[composer_dist.loggers]\naim = stranger:Aim\n"
+    )
+    (package / "stranger.py").write_text(
+        "from composer_dist.trainer import Callback, LoggerDestination\n"
+        "class Slack(Callback):\n    def __init__(self, channel: str) -> None: self.channel = channel\n"
+        "class Aim(LoggerDestination): pass\n"
+    )
+    monkeypatch.syspath_prepend(package)
+    run = read_configuration(write(GOOD + "callbacks: {slack: {channel: runs}}\nloggers: {aim: {}}\n"))
+    (slack,) = (one for one in callbacks_of(run) if type(one).__name__ == "Slack")
+    assert slack.channel == "runs"
+    assert [type(one).__name__ for one in loggers_of(run)] == ["Aim"]
+    assert find("callback", CALLBACKS, "ema", tmp_path).__name__ == "EMA"
+    with pytest.raises(ParallelismError, match=r"run\.yaml:14: callbacks\.slack.*chanel"):
+        read_configuration(write(GOOD + "callbacks: {slack: {chanel: runs}}\n"))
+    with pytest.raises(ParallelismValueError, match="Did you mean 'slack'"):
+        find("callback", CALLBACKS, "slak", tmp_path)

@@ -1,6 +1,7 @@
 """The Trainer on one process: durations, schedulers, seeds, arguments, interruptions."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,23 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
-from composer_dist.trainer import Callback, LossScaling, Time, Trainer
+from composer_dist.trainer import Callback, EarlyStopper, LossScaling, Time, Trainer
 from tests.kit.compare import close, weights
-from tests.kit.training import classifier, fitted, joined, loader, points, quiet, seen_at, sgd, tagged, tagger
+from tests.kit.training import (
+    Scores,
+    classifier,
+    fitted,
+    fitted_on_parts,
+    joined,
+    loader,
+    points,
+    quiet,
+    seen_at,
+    sgd,
+    tagged,
+    tagger,
+)
+from tests.kit.world import World
 
 
 def by_hand(epochs: int) -> dict[str, torch.Tensor]:
@@ -216,3 +231,56 @@ def test_a_config_prepares_the_model_in_a_world_of_one() -> None:
     assert trainer.preparation.model is model
     close(weights(model), by_hand(2))
     assert len(log.values("loss/train/total")) == 6
+
+
+@pytest.mark.promise(129)
+def test_an_epoch_may_have_fewer_batches_than_the_data() -> None:
+    trainer, log = fitted(
+        train_dataloader=loader(24),
+        eval_dataloader=loader(24),
+        max_duration="2ep",
+        train_subset_num_batches=2,
+        eval_subset_num_batches=1,
+    )
+    assert (trainer.state.timestamp.batch, trainer.state.timestamp.epoch, trainer.state.train_length) == (
+        4,
+        2,
+        2,
+    )
+    first = trainer.state.model.loss(trainer.state.model(batch := next(iter(loader(24)))), batch)
+    assert log.values("loss/eval/total")[-1] == pytest.approx(first.item())
+    whole, _ = fitted(train_dataloader=loader(4), max_duration="2ep", train_subset_num_batches=9)
+    assert whole.state.timestamp.batch == 2
+    with pytest.raises(ParallelismValueError, match="train_subset_num_batches must be a positive number"):
+        quiet(train_subset_num_batches=0)
+
+
+def subset() -> tuple[int, float]:
+    trainer, log = fitted_on_parts([6, 10], "ddp", train_subset_num_batches=3, max_duration="2ep")
+    return trainer.state.timestamp.batch, log.values("loss/train/total")[-1]
+
+
+@pytest.mark.promise(129)
+def test_a_subset_ends_the_epoch_on_all_ranks(world2: World) -> None:
+    (batch, loss), (other, same_loss) = world2(subset)
+    assert (batch, loss) == (other, same_loss)
+
+
+@pytest.mark.promise(129)
+def test_arguments_and_classes_with_composers_names(tmp_path: Path) -> None:
+    given = {"save_folder": tmp_path, "save_interval": "2ba", "max_duration": "4ba"}
+    first, _ = fitted(**given)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["ep0-ba2", "ep1-ba4", "latest"]
+    again, _ = fitted(**given | {"autoresume": True, "max_duration": "5ba"})
+    assert again.resumed_from == str(tmp_path / "ep1-ba4")
+    loaded, _ = quiet(load_path=tmp_path / "ep1-ba4")
+    same_weights = weights(loaded.state.model)
+    assert all(torch.equal(same_weights[name], value) for name, value in weights(first.state.model).items())
+    with pytest.raises(ParallelismValueError, match="either resume, or load_path and autoresume"):
+        quiet(resume=tmp_path, load_path=tmp_path)
+    assert Time.from_timestring("3ep") == Time.of("3ep")
+    stopper = EarlyStopper("score", "eval", torch.greater, patience=2)
+    fitted(callbacks=[Scores(1, 2, 1, 1, 1), stopper], eval_dataloader=loader(4), max_duration="9ep")
+    assert stopper.best == 2
+    with pytest.raises(ParallelismValueError, match=r"comp must be torch\.less or torch\.greater"):
+        EarlyStopper("score", "eval", max)

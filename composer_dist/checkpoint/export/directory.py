@@ -1,5 +1,6 @@
 """Makes an exported directory appear in one step, and writes everything in it except the weights."""
 
+import json
 import os
 import re
 import shutil
@@ -8,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import world_and_rank
@@ -55,10 +58,25 @@ def written(path: str | os.PathLike[str]) -> Iterator[None]:
         raise CheckpointRuntimeError(f"export_pretrained cannot write {path}: {error}") from error
 
 
-def write_settings(model: Any, directory: Path, separated: bool = False) -> None:
-    """Write what transformers saves beside the weights; `separated` if ties are stored separately."""
+def write_settings(
+    model: Any, directory: Path, separated: bool = False, dtype: torch.dtype | None = None
+) -> None:
+    """Write what transformers saves beside the weights.
+
+    Args:
+        separated: ties are stored separately.
+        dtype: of the stored weights; None: as the model has them.
+    """
     with original_classes(model.modules()), _as_stored(model, separated), quiet(), written(directory.parent):
         model.save_pretrained(directory, state_dict={})
+        if dtype is not None:
+            file = directory / "config.json"
+            name = str(dtype).removeprefix("torch.")
+            settings = json.loads(
+                file.read_text(),
+                object_hook=lambda one: one | dict.fromkeys(one.keys() & {"dtype", "torch_dtype"}, name),
+            )
+            file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 @contextmanager

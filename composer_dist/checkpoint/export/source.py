@@ -47,14 +47,13 @@ class WeightSource:
 
     _export: Callable[[], Export]
     """Of the model as it is now; a collective."""
-    _dtype: torch.dtype | None
     _bucket_bytes: int
 
     def metadata(self) -> list[WeightInfo]:
         """Name, dtype and full shape of each tensor, in the order of iteration; a collective."""
         plan = self._export().plan(gather_all=True)
         entries = ((name, plan.index.entries[name]) for bundle in plan.groups for name in bundle.results)
-        return [WeightInfo(name, self._cast(entry.dtype), entry.shape) for name, entry in entries]
+        return [WeightInfo(name, entry.dtype, entry.shape) for name, entry in entries]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Name and full value of each tensor, on the mesh's device, the same on every rank; a collective.
@@ -105,17 +104,13 @@ class WeightSource:
                     whole.append(bundle)
                     continue
                 for start, part in _parts(export, bundle.sources[0]):
-                    push(bundle.results[0], start, part.to(self._cast(part.dtype)))
+                    push(bundle.results[0], start, export.stored(part))
         for number, bundle in enumerate(whole):
             turn = agreement.ranks[number % len(agreement.ranks)] == agreement.rank
             values = agreement.collectively("push_shards", partial(self._gathered, export, [bundle]))
             with agreement.together("push_shards"):
                 for name, value in values.items() if turn else ():
                     push(name, (0,) * value.ndim, value)
-
-    def _cast(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that an engine gets for a stored one."""
-        return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
 
     def _buckets(self, export: Export) -> Iterator[list[Bundle]]:
         """Bundles in order, as many as fit into a bucket, at least one."""
@@ -143,7 +138,7 @@ class WeightSource:
                 if name not in values:
                     values |= export.layers[name].merged()
             stored = revert(export.model, {name: values.pop(name) for name in bundle.sources})
-            made |= {name: stored[name].to(self._cast(stored[name].dtype)) for name in bundle.results}
+            made |= {name: export.stored(stored[name]) for name in bundle.results}
         return made
 
 

@@ -38,6 +38,7 @@ class Export:
         layers: name to the layer to merge for its value.
         mesh: the model's mesh, if it was prepared.
         max_shard_size: bytes, or as "5GB".
+        dtype: floating-point tensors are stored in it; None keeps their own.
     """
 
     model: Any
@@ -45,6 +46,7 @@ class Export:
     layers: Mapping[str, AdaptedLayer]
     mesh: Mesh | None
     max_shard_size: int | str = "5GB"
+    dtype: torch.dtype | None = None
     agreement: Agreement = field(default_factory=Agreement)
 
     def __post_init__(self) -> None:
@@ -54,6 +56,13 @@ class Export:
         for name, tensor in self.tensors.items():
             layer = self.layers.get(name)
             self.values[name] = known.setdefault((id(tensor), id(layer and layer.module)), object())
+
+    def stored(self, value: Tensor) -> Tensor:
+        """A value in the dtype in which it is stored."""
+        return value.to(self._stored_in(value.dtype))
+
+    def _stored_in(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
     @property
     def separated(self) -> bool:
@@ -135,7 +144,7 @@ class Export:
             merged.setdefault(id(self.layers[name].module), []).append(name)
         return plan_export(
             self.model,
-            {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in kept.items()},
+            {name: (tuple(tensor.shape), self._stored_in(tensor.dtype)) for name, tensor in kept.items()},
             parts,
             sum(tensor.numel() for tensor in kept.values() if isinstance(tensor, nn.Parameter)),
             self.max_shard_size,
@@ -148,9 +157,9 @@ class Export:
         for name, place in plan.direct.items():
             tensor = self.tensors[name]
             local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-            part = Layout.of(tensor).part(here(tensor))
+            part, flat = Layout.of(tensor).part(here(tensor)), self.stored(local).contiguous().view(-1)
             first, last = self.share(tensor, local)
-            yield from plan_reads(place, plan.index.entries, part, local.contiguous().view(-1), first, last)
+            yield from plan_reads(place, plan.index.entries, part, flat, first, last)
 
     def share(self, tensor: Tensor, local: Tensor) -> tuple[int, int]:
         """The range [first, last) of its part that this rank writes; other holders write the rest."""
@@ -211,7 +220,7 @@ class Export:
     ) -> None:
         made = revert(self.model, {name: value.cpu() for name, value in values.items()})
         for name in group.results:
-            entry, value = plan.index.entries[name], made[name]
+            entry, value = plan.index.entries[name], self.stored(made[name])
             if tuple(value.shape) != entry.shape or value.dtype != entry.dtype:
                 raise CheckpointValueError(
                     f"{name} was computed as {tuple(value.shape)} of {value.dtype}, but planned as "
@@ -229,5 +238,5 @@ def _same_plan(digests: list[str]) -> None:
     if len(set(digests)) > 1:
         raise ParallelismValueError(
             "The ranks would write different files: their models have different names, shapes, dtypes or "
-            "ties, or they pass a different max_shard_size or merge_adapters."
+            "ties, or they pass a different max_shard_size, merge_adapters or dtype."
         )

@@ -4,8 +4,8 @@
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -72,7 +72,7 @@ def place_of(path: str | os.PathLike[str]) -> Place:
     text = os.fspath(path)
     if not text:
         raise CheckpointValueError("The path of the checkpoint is empty.")
-    if "://" in text and not text.startswith("file://"):
+    if is_url(text):
         return RemotePlace(text)
     return LocalPlace(Path(os.path.abspath(text.removeprefix("file://"))))
 
@@ -88,11 +88,39 @@ def complete(place: Place, token: str, marks: dict[str, bytes], keep: int | None
         remove_older(place, keep)
 
 
-def remove_older(place: Place, keep: int | None) -> None:
-    """Remove the checkpoints beside a complete one, but for the newest; in all `keep` stay."""
+def remove_older(place: Place, keep: int | None, spare: Collection[str] = ()) -> None:
+    """Remove the checkpoints beside a complete one, except the newest (in all `keep` stay) and `spare`."""
     if keep is not None:
         for old in place.beside()[max(keep - 1, 0) :]:
-            place_of(old).remove()
+            if os.path.basename(old) not in spare:
+                place_of(old).remove()
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is of a file system that fsspec supports; `file://` is a path."""
+    return "://" in path and not path.startswith("file://")
+
+
+def point(folder: str, link: str, name: str) -> None:
+    """Make `link` in a folder lead to the checkpoint `name` in it, atomically.
+
+    It is a link, or a file with the name where links are impossible.
+    """
+    if is_url(folder):
+        import fsspec  # type: ignore[import-untyped]
+
+        with fsspec.open(f"{folder.rstrip('/')}/{link}", "w") as file:
+            file.write(name)
+        return
+    path = Path(folder.removeprefix("file://")) / link
+    aside = path.with_name(f".{link}.tmp")
+    with suppress(FileNotFoundError):
+        aside.unlink()
+    try:
+        aside.symlink_to(name)
+    except OSError:  # a file system without links
+        aside.write_text(name)
+    os.replace(aside, path)
 
 
 @contextmanager

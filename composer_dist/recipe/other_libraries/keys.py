@@ -46,7 +46,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     _LENGTH: (
         "num_train_epochs", "max_epochs", "num_epochs", "epochs", "n_epochs", "max_steps", "num_steps",
         "max_train_steps", "train_steps", "max_iters", "max_time", "min_epochs", "min_steps", "max_tokens",
-        "steps", "fast_dev_run", "limit_train_batches", "overfit_batches", "train_subset_num_batches",
+        "steps", "fast_dev_run", "overfit_batches",
     ),
     _BATCH: (
         "per_device_train_batch_size", "train_batch_size", "global_train_batch_size", "batch_size",
@@ -79,14 +79,18 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "save_steps", "save_interval", "save_strategy", "checkpoint_interval",
         "every_n_train_steps", "save_every",
     ),
-    "checkpoints.keep": ("save_total_limit", "save_num_checkpoints_to_keep", "save_top_k"),
+    "checkpoints.keep": ("save_total_limit", "save_num_checkpoints_to_keep"),
+    "checkpoints.save_top_k, with checkpoints.monitor": ("save_top_k",),
+    "checkpoints.monitor": ("load_best_model_at_end", "metric_for_best_model"),
+    "trainer.train_subset_num_batches": ("limit_train_batches", "train_subset_num_batches"),
+    "trainer.eval_subset_num_batches": ("limit_val_batches", "eval_subset_num_batches"),
     "checkpoints: null saves nothing": ("enable_checkpointing",),
     _EVALUATION: (
         "eval_steps", "eval_strategy", "evaluation_strategy", "val_check_interval", "check_val_every_n_epoch",
         "eval_every", "eval_iters",
     ),
     "data.held_out: samples to evaluate on": (
-        "eval_subset_num_batches", "limit_val_batches", "validation_split", "val_size", "test_size",
+        "validation_split", "val_size", "test_size",
         "val_set_size", "do_eval",
     ),
     _RESUME: ("resume_from_checkpoint", "ckpt_path", "load_path", "autoresume", "load_weights_only"),
@@ -129,7 +133,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "hub_private_repo", "hub_revision", "hub_always_push",
     ),
     "callbacks: a mapping of names to arguments": ("algorithms",),
-    "not a key: checkpoints have all of the run's state": ("save_weights_only", "save_only_model"),
+    "checkpoints.weights_only: true, or final": ("save_weights_only", "save_only_model"),
     "data.packing, for data of kind chat; texts are cut without padding": ("packing", "sample_packing"),
     "data.loss_on": ("assistant_only_loss", "completion_only_loss", "train_on_inputs"),
     "model.num_labels": ("num_labels",),
@@ -141,7 +145,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     ),
     "automatic: each device has its backend, such as gloo or nccl": ("ddp_backend", "process_group_backend"),
     "not a key: torch's timeouts hold": ("ddp_timeout", "dist_timeout"),
-    "not a key: use torch.profiler in a callback of your own": ("profiler",),
+    "callbacks: {profiler: {}}": ("profiler",),
     "scheduler.alpha_f: the last learning rate as a share of optimizer.lr": (
         "min_lr", "min_lr_ratio", "eta_min",
     ),
@@ -161,7 +165,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     ),
     "model.quantize: nf4": ("load_in_4bit", "quantization_config", "load_in_8bit"),
     "callbacks.early_stopping": (
-        "early_stopping_patience", "load_best_model_at_end", "early_stopping", "metric_for_best_model",
+        "early_stopping_patience", "early_stopping",
     ),
     "callbacks.early_stopping.mode: min or max": ("greater_is_better",),
     "phases.schedule": ("ft_schedule", "finetuning_schedule", "schedule"),

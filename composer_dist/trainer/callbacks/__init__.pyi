@@ -1,5 +1,6 @@
 from .base import Callback as Callback
 from .checkpoint_saver import CheckpointSaver as CheckpointSaver
+from .early_stopping import EarlyStopper as EarlyStopper
 from .early_stopping import EarlyStopping as EarlyStopping
 from .ema import EMA as EMA
 from .generate import Generate as Generate
@@ -8,6 +9,7 @@ from .lr_monitor import LRMonitor as LRMonitor
 from .memory_monitor import MemoryMonitor as MemoryMonitor
 from .nan_monitor import NaNMonitor as NaNMonitor
 from .optimizer_monitor import OptimizerMonitor as OptimizerMonitor
+from .profiler import Profiler as Profiler
 from .progress_bar import ProgressBar as ProgressBar
 from .replica_check import ReplicaCheck as ReplicaCheck
 from .runtime_estimator import RuntimeEstimator as RuntimeEstimator

@@ -2,16 +2,16 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from composer_dist.checkpoint import PendingSave, save_checkpoint
 from composer_dist.checkpoint.kinds.optimizer_names import parameter_names
 from composer_dist.checkpoint.storage.lock import FolderLock
-from composer_dist.checkpoint.storage.place import check_writable, place_of, remove_older
+from composer_dist.checkpoint.storage.place import check_writable, is_url, place_of, point, remove_older
+from composer_dist.config.base import require
 from composer_dist.distributed.prepared import state_dict_type
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import (
@@ -22,13 +22,17 @@ from composer_dist.errors import (
     in_words,
 )
 from composer_dist.trainer.callbacks.base import Callback
+from composer_dist.trainer.callbacks.best_checkpoints import BestCheckpoints
 from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.events import Every
+from composer_dist.trainer.improvement import Mode
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.signals import EXIT_STATUS, SigtermWatch
 from composer_dist.trainer.state import State
 
 _log = logging.getLogger("composer_dist")
+WEIGHTS_ONLY = "weights_only"
+"""The key that marks a checkpoint without optimizers."""
 _PATIENCE = 60.0
 """Seconds that training waits for a save in the background that is still written when the next one is due."""
 
@@ -53,14 +57,21 @@ class CheckpointSaver(Callback):
         interval: how often; an integer means epochs. None: only at the end.
         filename: of a checkpoint; `{epoch}`, `{batch}`, `{sample}` and `{token}` are filled in.
         keep: how many of the newest to keep, including those of earlier processes; None keeps all.
+        monitor: a metric such as "loss/eval/total": the link `best` leads to the best checkpoint by it, and
+            the `save_top_k` best ones are kept too. Checkpoints count that are saved after an evaluation.
+        mode: whether "min" or "max" of it is good; None: "min" for a loss, an error or a perplexity.
+        save_top_k: how many of the best to keep.
+        weights_only: leave out the optimizers, which are most of a checkpoint: never, always (True), or in
+            the one at the end ("final"). A run cannot train on from such a checkpoint.
         asynchronous: continue training while a checkpoint is written; at most one at a time.
         latest: name of a link in the folder to the newest checkpoint, or of a file with its name if links are
             impossible. None makes none.
         on_sigterm: save and exit on SIGTERM.
 
     Raises:
-        ParallelismValueError: the interval or `keep` is not positive; a filename that never changes, or is in
-            another folder.
+        ParallelismValueError: the interval, `keep` or `save_top_k` is not positive; a filename that never
+            changes, or is in another folder.
+        ParallelismKeyError: from `fit`, at its end: nothing has logged `monitor`.
         CheckpointRuntimeError: from `fit`, at its end or after SIGTERM: the last save failed.
     """
 
@@ -71,6 +82,10 @@ class CheckpointSaver(Callback):
         *,
         filename: str = "ep{epoch}-ba{batch}",
         keep: int | None = 3,
+        monitor: str | None = None,
+        mode: Mode | None = None,
+        save_top_k: int = 1,
+        weights_only: bool | Literal["final"] = False,
         asynchronous: bool = True,
         latest: str | None = "latest",
         on_sigterm: bool = True,
@@ -80,6 +95,11 @@ class CheckpointSaver(Callback):
         self._filename = filename
         if keep is not None and keep < 1:
             raise ParallelismValueError(f"keep={keep}: the newest checkpoint is always kept; None keeps all.")
+        if save_top_k < 1:
+            raise ParallelismValueError(f"save_top_k must be positive, not {save_top_k}.")
+        self._best = None if monitor is None else BestCheckpoints(monitor, mode, save_top_k)
+        require("weights_only", weights_only, (False, True, "final"))
+        self._weights_only = weights_only
         for option, name in (("filename", self._name(Timestamp())), ("latest", latest)):
             if name and name != os.path.basename(name).lstrip("."):
                 raise ParallelismValueError(
@@ -104,7 +124,7 @@ class CheckpointSaver(Callback):
         self._slow = False
         """Whether it has been told that a save takes long."""
         self._lock: FolderLock | None = None
-        if not _is_url(self.folder):
+        if not is_url(self.folder):
             path = self.folder.removeprefix("file://")
             self._lock = FolderLock(path, f"the folder of checkpoints {path}", "another folder")
 
@@ -116,7 +136,7 @@ class CheckpointSaver(Callback):
                 saves to the folder.
         """
         self._sharded = state_dict_type(state.model) == "sharded"
-        if not self._sharded and _is_url(self.folder):
+        if not self._sharded and is_url(self.folder):
             raise ParallelismValueError(
                 f'FSDP2Config(state_dict_type="full"): no run can be resumed from single files at a URL '
                 f'({self.folder}). Use state_dict_type="sharded", or a folder.'
@@ -152,11 +172,24 @@ class CheckpointSaver(Callback):
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
         self._save_if_due(state)
 
+    def eval_end(self, state: State, logger: Logger) -> None:
+        if self._best is not None:
+            self._best.evaluated(state)
+
     def fit_end(self, state: State, logger: Logger) -> None:
-        self._save_last(state)
+        self._save_last(state, final=True)
         self._restore_handler()
         self._end_if_asked(state)
         self._release_lock()
+        if self._best is not None:
+            self._best.check(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self._best.values} if self._best is not None else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._best is not None:
+            self._best.values = dict(state.get("values", {}))
 
     def close(self, state: State, logger: Logger) -> None:
         """Waits for the present save, and restores the signal handler."""
@@ -177,7 +210,7 @@ class CheckpointSaver(Callback):
 
     def _save_if_due(self, state: State) -> None:
         if self._every is not None and self._every.passed(state) and not self._is_slow():
-            self._save(state)
+            self._save(state, final=state.finished or process_group.any_rank(state.stop_requested))
 
     def _is_slow(self) -> bool:
         """Whether the present save still takes long; all ranks ask."""
@@ -190,13 +223,17 @@ class CheckpointSaver(Callback):
             self._warn(f"{self._writing} is still being written. Training continues without the next one.")
         return slow
 
-    def _save(self, state: State) -> None:
+    def _save(self, state: State, final: bool = False) -> None:
         now = replace(state.timestamp, seconds=0.0)
         self._finish()
         if self._saved == now:
             return
-        path = f"{self.folder.rstrip('/')}/{self._name(now)}"
-        saved = contents(state)
+        name = self._name(now)
+        path = f"{self.folder.rstrip('/')}/{name}"
+        if self._best is not None:
+            self._best.measure(name, state)
+        saved = contents(state, optimizers=not (self._weights_only if final else self._weights_only is True))
+        self._writing = path
         with self._or_later():
             with process_group.together("the folder of checkpoints"):
                 if state.rank == 0 and self._lock is not None:
@@ -204,13 +241,13 @@ class CheckpointSaver(Callback):
             self._pending = save_checkpoint(
                 path, saved, sharded=self._sharded, asynchronous=self._asynchronous
             )
-            self._saved, self._writing = now, path
+            self._saved = now
         if self._pending is None:
             self._finish()
 
-    def _save_last(self, state: State) -> None:
+    def _save_last(self, state: State, final: bool = False) -> None:
         """Save, and raise if that fails."""
-        self._save(state)
+        self._save(state, final)
         self._finish()
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -225,6 +262,9 @@ class CheckpointSaver(Callback):
             if self._failure is None:
                 self._warn(f"Not saved: {error} Training continues, and the next save tries again.")
             self._failure, self._saved = error, None
+            if self._best is not None:
+                self._best.forget(os.path.basename(self._writing))
+            self._writing = ""
 
     def _warn(self, text: str) -> None:
         """Rank 0 logs the text, and from where the run could be resumed."""
@@ -242,16 +282,19 @@ class CheckpointSaver(Callback):
     def _wait(self) -> None:
         """Wait until the present save is complete; then point `latest` to it, and remove the oldest."""
         pending, self._pending = self._pending, None
-        path, self._writing = self._writing, ""
         if pending is not None:
             pending.wait()
+        path, self._writing = self._writing, ""
         if path and process_group.world_and_rank()[1] == 0:
             if self._failure is not None or self._slow:
                 _log.warning("Saving works again: %s is complete.", path)
             try:
                 if self._latest:
-                    _point(self.folder, self._latest, path.rpartition("/")[2])
-                remove_older(place_of(path), self._keep)
+                    point(self.folder, self._latest, path.rpartition("/")[2])
+                spare = self._best_beside(path)
+                if spare:
+                    point(self.folder, "best", spare[0])
+                remove_older(place_of(path), self._keep, spare)
             except (OSError, CheckpointError) as error:
                 _log.warning(
                     "%s is complete, but %r or the oldest ones could not be changed: %s",
@@ -259,6 +302,12 @@ class CheckpointSaver(Callback):
                 )
         if path:
             self._failure, self._slow = None, False
+
+    def _best_beside(self, path: str) -> list[str]:
+        """The names of the best checkpoints of the folder, of which `path` is complete now."""
+        if self._best is None:
+            return []
+        return self._best.among([os.path.basename(one) for one in (path, *place_of(path).beside())])
 
     def _end_if_asked(self, state: State) -> None:
         """All ranks save and end, if SIGTERM has come to any of them."""
@@ -286,30 +335,11 @@ class CheckpointSaver(Callback):
             raise ParallelismValueError(f"filename={self._filename!r}: {error}.") from error
 
 
-def contents(state: State, run: bool = True) -> dict[str, Any]:
+def contents(state: State, run: bool = True, optimizers: bool = True) -> dict[str, Any]:
     """The contents of a checkpoint, by key; every rank must ask. Without `run`, model and optimizers."""
-    optimizers = {f"optimizer{index or ''}": one for index, one in enumerate(state.optimizers)}
-    return {"model": state.model, **optimizers, **(state.remember() if run else {})}
-
-
-def _is_url(folder: str) -> bool:
-    return "://" in folder and not folder.startswith("file://")
-
-
-def _point(folder: str, latest: str, name: str) -> None:
-    """Point `latest` to a checkpoint, atomically."""
-    if _is_url(folder):
-        import fsspec  # type: ignore[import-untyped]
-
-        with fsspec.open(f"{folder.rstrip('/')}/{latest}", "w") as file:
-            file.write(name)
-        return
-    link = Path(folder.removeprefix("file://")) / latest
-    aside = link.with_name(f".{latest}.tmp")
-    with suppress(FileNotFoundError):
-        aside.unlink()
-    try:
-        aside.symlink_to(name)
-    except OSError:  # a file system without links
-        aside.write_text(name)
-    os.replace(aside, link)
+    found: dict[str, Any] = {"model": state.model}
+    if optimizers:
+        found |= {f"optimizer{index or ''}": one for index, one in enumerate(state.optimizers)}
+    else:
+        found[WEIGHTS_ONLY] = True
+    return found | (state.remember() if run else {})

@@ -1,17 +1,16 @@
 """Ends a run that has stopped improving."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from composer_dist.config.base import require
+import torch
+
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.clock import Time
-from composer_dist.trainer.improvement import Improvement, measured_on, no_such_metric
+from composer_dist.trainer.improvement import Improvement, Mode, measured_on, mode_of, no_such_metric
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
-
-_SMALL_IS_GOOD = ("loss", "error", "perplexity")
 
 
 class EarlyStopping(Callback):
@@ -34,15 +33,10 @@ class EarlyStopping(Callback):
     """
 
     def __init__(
-        self,
-        monitor: str,
-        patience: int | Time | str = 1,
-        min_delta: float = 0.0,
-        mode: Literal["min", "max"] | None = None,
+        self, monitor: str, patience: int | Time | str = 1, min_delta: float = 0.0, mode: Mode | None = None
     ) -> None:
         if isinstance(patience, bool) or not isinstance(patience, int | Time | str):
             raise ParallelismTypeError(f"patience must be a count or a time such as '2ep', not {patience!r}.")
-        require("mode", mode, ("min", "max", None))
         self._patience = patience if isinstance(patience, int) else Time.of(patience)
         count = patience if isinstance(patience, int) else Time.of(patience).value
         if count <= 0 or min_delta < 0:
@@ -50,7 +44,7 @@ class EarlyStopping(Callback):
                 f"patience must be positive and min_delta not negative, not {patience!r} and {min_delta}."
             )
         self._monitor, self._label = monitor, measured_on(monitor)
-        self._mode = mode or ("min" if any(word in monitor.lower() for word in _SMALL_IS_GOOD) else "max")
+        self._mode = mode_of(monitor, mode)
         self._min_delta = min_delta
         self._improvement = Improvement()
         self._is_new = False
@@ -90,3 +84,36 @@ class EarlyStopping(Callback):
         better = self._improvement.add(value, state.timestamp, self._mode, self._min_delta)
         if not better and self._improvement.has_stopped(self._patience, state):
             state.stop_training()
+
+
+class EarlyStopper(EarlyStopping):
+    """`EarlyStopping` as Composer spells it.
+
+    Args:
+        monitor: the metric's name without its dataloader: a class such as "MulticlassAccuracy", or "loss".
+        dataloader_label: the dataloader's label, "train" for training.
+        comp: `torch.less` or `torch.greater`, what a better value is compared with the best one; None as
+            `mode=None`.
+        min_delta: a smaller change is not an improvement.
+        patience: as of `EarlyStopping`.
+
+    Raises:
+        ParallelismValueError: `comp` is another function; and what `EarlyStopping` raises.
+    """
+
+    def __init__(
+        self,
+        monitor: str,
+        dataloader_label: str,
+        comp: Callable[..., Any] | None = None,
+        min_delta: float = 0.0,
+        patience: int | Time | str = 1,
+    ) -> None:
+        modes: dict[Any, Mode | None] = {None: None, torch.less: "min", torch.greater: "max"}
+        if comp not in modes:
+            raise ParallelismValueError(f"comp must be torch.less or torch.greater, not {comp!r}.")
+        if monitor in ("loss", "loss/train/total"):
+            name = f"loss/{dataloader_label}/total"
+        else:
+            name = f"metrics/{dataloader_label}/{monitor}"
+        super().__init__(name, patience, min_delta, modes[comp])

@@ -9,12 +9,12 @@ from composer_dist.distributed.prepared import mesh_of
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
-from composer_dist.trainer.callbacks.flops import FlopCount
-from composer_dist.trainer.callbacks.peak_flops import peak_flops as peak_of_device
 from composer_dist.trainer.clock import Timestamp
 from composer_dist.trainer.data.batch import num_samples
 from composer_dist.trainer.data.sampling import data_part
 from composer_dist.trainer.logger import Logger
+from composer_dist.trainer.speed.flops import FlopCount
+from composer_dist.trainer.speed.peak_flops import peak_flops as peak_of_device
 from composer_dist.trainer.state import State
 
 

@@ -69,6 +69,7 @@ class Feed:
     Args:
         replicas: how many ranks have different data; None means all.
         place: where the pass starts, as `place` returned it, perhaps in another process; None: at the start.
+        most: the most batches in the pass; None means all.
     """
 
     def __init__(
@@ -79,8 +80,9 @@ class Feed:
         clock: Callable[[], float] = lambda: 0.0,
         replicas: int | None = None,
         place: Mapping[str, Any] | None = None,
+        most: int | None = None,
     ) -> None:
-        self._label = label
+        self._label, self._most = label, most
         self._measure = measure
         self._clock = clock
         self._world, _ = process_group.world_and_rank()
@@ -128,7 +130,7 @@ class Feed:
 
     def _agree(self, stop: bool, alarm: bool) -> tuple[Fed | None, bool]:
         status, batch, size, error = self._fetch()
-        length = length_of(self.dataloader)
+        length = length_of(self.dataloader, self._most)
         row = [status, -1 if length is None else length, stop, alarm, self._clock()]
         row += [size.samples, size.tokens, size.weight]
         table = process_group.rows_of_ranks(row).tolist()
@@ -156,6 +158,8 @@ class Feed:
         return fed, any(stops)
 
     def _fetch(self) -> tuple[_Status, Any, Size, Exception | None]:
+        if self._count == self._most:
+            return _Status.OUT, self._last, Size(), None
         try:
             batch = next(self._reading)
         except StopIteration as error:
@@ -199,12 +203,13 @@ class Feed:
             )
 
 
-def length_of(dataloader: Iterable[Any]) -> int | None:
-    """The number of batches of a dataloader, where it knows it."""
+def length_of(dataloader: Iterable[Any], most: int | None = None) -> int | None:
+    """The number of batches of a dataloader, where it knows it, but not more than `most`."""
     try:
-        return len(dataloader)  # type: ignore[arg-type]
+        length = len(dataloader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):  # DataLoader over an IterableDataset without a length
         return None
+    return length if most is None else min(length, most)
 
 
 def _spell(ranks: list[int], world: int) -> str:

@@ -3,7 +3,9 @@ from .destination import Logger as Logger
 from .destination import LoggerDestination as LoggerDestination
 from .file import FileLogger as FileLogger
 from .in_memory import InMemoryLogger as InMemoryLogger
+from .mlflow import MLFlowLogger as MLFlowLogger
 from .mlflow import MLflowLogger as MLflowLogger
 from .tensorboard import TensorBoardLogger as TensorBoardLogger
+from .tensorboard import TensorboardLogger as TensorboardLogger
 from .wandb import WandBLogger as WandBLogger
 from .writing import WritingLogger as WritingLogger

@@ -134,3 +134,25 @@ class MLflowLogger(WritingLogger):
             history = self._client.get_metric_history(self._run_id, name)
             self._known[name] = max((one.step for one in history), default=-1)
         return batch > self._known[name]
+
+
+class MLFlowLogger(MLflowLogger):
+    """`MLflowLogger` as Composer spells it, and with its arguments.
+
+    Args:
+        experiment_name: the experiment's name; made if there is none.
+        run_name: the run's; None lets MLflow choose.
+        tags: of the run.
+        tracking_uri: such as "sqlite:///mlflow.db" or a server's address; None as MLflow's environment says.
+        flush_interval: batches between writes.
+    """
+
+    def __init__(
+        self,
+        experiment_name: str = "Default",
+        run_name: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        tracking_uri: str | None = None,
+        flush_interval: int = 10,
+    ) -> None:
+        super().__init__(experiment_name, run_name, tracking_uri, tags, interval=f"{flush_interval}ba")

@@ -63,6 +63,20 @@ class TensorBoardLogger(WritingLogger):
         self._writer.close()
 
 
+class TensorboardLogger(TensorBoardLogger):
+    """`TensorBoardLogger` as Composer spells it, and with its arguments.
+
+    Args:
+        log_dir: where the files go.
+        flush_interval: batches between writes.
+    """
+
+    def __init__(
+        self, log_dir: str | os.PathLike[str] = "tensorboard_logs", flush_interval: int = 100
+    ) -> None:
+        super().__init__(log_dir, interval=f"{flush_interval}ba")
+
+
 def markdown(columns: Sequence[str], rows: Sequence[Row]) -> str:
     """A table in Markdown; a cell's line breaks and bars are written so that it stays one."""
     cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in rows]

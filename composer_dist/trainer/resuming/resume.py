@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,12 @@ from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
 from composer_dist.files.read import file_system
 from composer_dist.trainer.callbacks import Callback
-from composer_dist.trainer.callbacks.checkpoint_saver import CheckpointSaver, contents
+from composer_dist.trainer.callbacks.checkpoint_saver import WEIGHTS_ONLY, CheckpointSaver, contents
 from composer_dist.trainer.clock import check_keys
 from composer_dist.trainer.data.position import check_position
 from composer_dist.trainer.data.randomness import generator_states, set_generator_states
 from composer_dist.trainer.loop import TrainingLoop
+from composer_dist.trainer.resuming.ignored import Ignored
 from composer_dist.trainer.resuming.settings import Options, Source, compare, settings_of
 from composer_dist.trainer.state import State
 from composer_dist.wording import listed
@@ -135,13 +135,19 @@ class Resume:
             )
 
     @classmethod
-    def of(cls, resume: Resume | str | os.PathLike[str] | bool | None) -> Resume | None:
-        """`resume` itself; a path to load; True means autoresume."""
-        if resume is None or resume is False or isinstance(resume, Resume):
-            return resume or None
-        if resume is True:
-            return cls(autoresume=True)
-        return cls(load_path=resume)
+    def of(
+        cls,
+        resume: Resume | str | os.PathLike[str] | bool | None,
+        load_path: str | os.PathLike[str] | None = None,
+        autoresume: bool = False,
+    ) -> Resume | None:
+        """`resume` itself; a path to load; True means autoresume. Or else from the other two arguments."""
+        if isinstance(resume, bool | None):
+            autoresume = autoresume or bool(resume)
+            return cls(load_path=load_path, autoresume=autoresume) if load_path or autoresume else None
+        if load_path is not None or autoresume:
+            raise ParallelismValueError("Pass either resume, or load_path and autoresume.")
+        return resume if isinstance(resume, Resume) else cls(load_path=resume)
 
 
 def resume_run(
@@ -169,7 +175,7 @@ def resume_run(
     if path is None:
         return None
     verify = chosen is resume  # else it has been verified
-    ignored = _Ignored(chosen.load_ignore_keys)
+    ignored = Ignored(chosen.load_ignore_keys)
     options = [Options(optimizer) for optimizer in state.optimizers]
     fresh: list[int] = []
     if not chosen.load_weights_only:
@@ -190,6 +196,17 @@ def resume_run(
     return path
 
 
+def check_can_train(state: State) -> None:
+    """Raises if the optimizers would start anew in the middle of a run."""
+    if state.weights_only is not None:
+        raise ParallelismValueError(
+            f"{state.weights_only} has no states of the optimizers (weights_only): the run cannot train on. "
+            "Resume from an earlier checkpoint; or start a new run from these weights with "
+            "Resume(load_path=..., load_weights_only=True); or let the optimizers start anew with "
+            'load_ignore_keys=["optimizer*"].'
+        )
+
+
 def check_resume(resume: Resume, state: State, callbacks: Sequence[Callback], data: Any) -> str | None:
     """Raises what `resume_run` would, and `fit` after it with `data`.
 
@@ -198,10 +215,10 @@ def check_resume(resume: Resume, state: State, callbacks: Sequence[Callback], da
     path, chosen, _ = _find(resume, callbacks)
     if path is None:
         return None
-    ignored, verify, fresh = _Ignored(chosen.load_ignore_keys), chosen is resume, []
+    ignored, verify, fresh = Ignored(chosen.load_ignore_keys), chosen is resume, []
     if not chosen.load_weights_only and not ignored("state"):
         saved: dict[str, Any] = {key: None for key in ("state", "schedulers", "data") if not ignored(key)}
-        load_checkpoint(path, saved, verify=verify)
+        rest = load_checkpoint(path, saved, verify=verify)
         verify = False
         settings = saved["state"].get("settings", {})
         classes = {
@@ -209,6 +226,7 @@ def check_resume(resume: Resume, state: State, callbacks: Sequence[Callback], da
         }
         state.settings = {name: now for name, now in settings_of(state, None, {}).items() if name in classes}
         fresh = compare(path, classes, state, chosen.optimizer, ignored)
+        fresh = _without_states(path, rest, state, ignored) or fresh
         if "schedulers" in saved:
             _check_number(saved["schedulers"], state)
             for scheduler, one in zip(state.schedulers, saved["schedulers"], strict=True):
@@ -284,15 +302,14 @@ def _load_run(
     path: str,
     resume: Resume,
     state: State,
-    ignored: _Ignored,
+    ignored: Ignored,
     take_over: Callable[[Mapping[str, Any]], None],
     verify: bool,
 ) -> list[int]:
     """Everything but model and optimizers, except what is ignored; returns which optimizers start afresh."""
     now = state.remember()
     saved = {key: value for key, value in now.items() if not ignored(key)}
-    if saved:
-        load_checkpoint(path, saved, model=state.model, verify=verify)
+    rest = load_checkpoint(path, saved, model=state.model, verify=verify)
     fresh: list[int] = []
     if settings := saved.get("state", {}).get("settings"):
         fresh = compare(path, settings, state, resume.optimizer, ignored)
@@ -301,11 +318,20 @@ def _load_run(
         mine = {name: one for name, one in now["callbacks"].items() if name not in theirs}
         saved["callbacks"] = mine | theirs
     take_over(now | saved)
-    return fresh
+    return _without_states(path, rest, state, ignored) or fresh
+
+
+def _without_states(path: str, rest: Mapping[str, Any], state: State, ignored: Ignored) -> list[int]:
+    """The optimizers, if the checkpoint has no states of them: `fit` refuses to train on with new ones."""
+    if not rest.get(WEIGHTS_ONLY):
+        return []
+    if not ignored("optimizer"):
+        state.weights_only = path
+    return list(range(len(state.optimizers)))
 
 
 def _trained(
-    resume: Resume, state: State, ignored: _Ignored, fresh: Collection[int]
+    resume: Resume, state: State, ignored: Ignored, fresh: Collection[int]
 ) -> dict[str, nn.Module | Optimizer]:
     """The model, and the optimizers unless weights alone are wanted; not those that start afresh."""
     afresh = {f"optimizer{index or ''}" for index in fresh}
@@ -314,26 +340,3 @@ def _trained(
         for key, value in contents(state, run=False).items()
         if (key == "model" or not resume.load_weights_only) and key not in afresh and not ignored(key)
     }
-
-
-class _Ignored:
-    """Whether not to load a name; records which globs matched."""
-
-    def __init__(self, globs: Sequence[str]) -> None:
-        self._unused = list(globs)
-        self._globs = tuple(globs)
-
-    def __call__(self, name: str) -> bool:
-        """Whether a glob matches the name or one of its parents."""
-        hits = [glob for glob in self._globs if fnmatchcase(name, glob) or fnmatchcase(name, f"{glob}.*")]
-        self._unused = [glob for glob in self._unused if glob not in hits]
-        return bool(hits)
-
-    def warn(self) -> None:
-        """Warn of globs that matched nothing."""
-        if self._unused:
-            warnings.warn(
-                f"load_ignore_keys: {', '.join(map(repr, self._unused))} matched nothing in the checkpoint. "
-                "Names are such as 'model.head.weight', 'optimizer', 'data', 'callbacks.EarlyStopping/0'.",
-                stacklevel=4,
-            )

@@ -52,11 +52,15 @@ def main(folder: str, *options: str) -> None:
     except ParallelismValueError as error:
         print(error, flush=True)
         return
-    if "forks" in options and os.fork() == 0:
-        os.close(1)
-        lock.release()  # which is not the child's to do
-        time.sleep(30)
-        os._exit(0)
+    if "forks" in options:
+        ready, done = os.pipe()
+        if os.fork() == 0:
+            os.close(1)
+            lock.release()  # which is not the child's to do
+            os.write(done, b".")
+            time.sleep(30)
+            os._exit(0)
+        os.read(ready, 1)
     print("taken", flush=True)
     sys.stdin.readline()
 

@@ -8,7 +8,7 @@ import torch
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import SpeedMonitor
-from composer_dist.trainer.callbacks.peak_flops import peak_flops, peak_of
+from composer_dist.trainer.speed.peak_flops import peak_flops, peak_of
 from tests.kit.training import At, Clock, classifier, fitted, fitted_on_parts, on_sentences, quiet, raising
 from tests.kit.world import World
 

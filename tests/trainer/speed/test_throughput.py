@@ -1,7 +1,7 @@
 """Rates over a window of batches."""
 
 from composer_dist.trainer.clock import Timestamp
-from composer_dist.trainer.throughput import Rates, Throughput
+from composer_dist.trainer.speed.throughput import Rates, Throughput
 from tests.kit.training import Clock
 
 

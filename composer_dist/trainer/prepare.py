@@ -1,0 +1,54 @@
+"""The Trainer's model, prepared or moved to its device."""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from composer_dist.composer_model import check_has_values
+from composer_dist.distributed.account import Preparation
+from composer_dist.distributed.prepare import parallelize_composer_model
+from composer_dist.distributed.prepared import mesh_of
+from composer_dist.distributed.ranks import process_group
+from composer_dist.distributed.ranks.hangs.guard import HangGuard
+from composer_dist.distributed.ranks.launcher_variables import check_alone
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer.data.randomness import seed_all
+from composer_dist.trainer.data.sampling import data_part
+from composer_dist.trainer.state import State
+
+
+def prepare_model(
+    state: State, guard: HangGuard, config: Any, device: str | torch.device | None, seed: int | None
+) -> tuple[Preparation | None, dict[str, int]]:
+    """Prepare the state's model, or without a configuration move it to the device.
+
+    Returns:
+        What the preparation did, and this rank's part of the data.
+    """
+    if process_group.is_distributed() or config is not None:
+        process_group.init(device=device, reuse=True)
+    elif not dist.is_initialized():
+        check_alone(os.environ)
+    if seed is not None:
+        seed_all(seed)
+    preparation, model = None, state.model
+    if config is not None:
+        optimizers, precision = state.optimizers or None, state.precision
+        with guard.at("setup"):
+            preparation = parallelize_composer_model(model, optimizers, config, precision)
+    mesh = mesh_of(model)
+    part = data_part(mesh)
+    if seed is not None:
+        seed_all(seed + part["rank"])
+    state.world_size, state.rank = process_group.world_and_rank()
+    state.device = process_group.device_of_group() if device is None else torch.device(device)
+    if mesh is None:
+        check_has_values(model)
+        model.to(state.device)
+    elif state.device.type != mesh.device_type:
+        if device is not None:
+            raise ParallelismValueError(f"device='{device}', but the model is on {mesh.device_type!r}.")
+        state.device = torch.device(mesh.device_type)
+    return preparation, part
