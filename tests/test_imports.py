@@ -40,7 +40,8 @@ PUBLIC = {
     ),
     "composer_dist.integrations.transformers": "ComposerDistMixin ParallelArguments",
     "composer_dist.models": (
-        "ComposerClassifier ComposerModel HuggingFaceModel LanguagePerplexity TokenAccuracy"
+        "ComposerClassifier ComposerModel DPOModel HuggingFaceModel LanguagePerplexity PreferenceAccuracy "
+        "TokenAccuracy"
     ),
     "composer_dist.trainer": (
         "Callback ChatTokenizer CheckpointSaver ConsoleLogger ConstantWithWarmupScheduler "
@@ -48,7 +49,8 @@ PUBLIC = {
         "Evaluator Event FileLogger FineTuningPhases Generate GradientClipping GradientNorm "
         "InMemoryLogger LRMonitor LinearWithWarmupScheduler Logger LoggerDestination LossScaling "
         "MLFlowLogger MLflowLogger MemoryMonitor NaNMonitor NoImprovement OptimizerMonitor PackedDataset "
-        "PackedStream PadRows Phase Profiler ProgressBar ReplicaCheck Resume RuntimeEstimator "
+        "PackedStream PadPreferences PadRows Phase PreferenceTokenizer Profiler ProgressBar "
+        "ReplicaCheck Resume RuntimeEstimator "
         "SpeedMonitor State StreamingDataLoader TableTokenizer TensorBoardLogger TensorboardLogger Time "
         "TimeUnit Timestamp Trainer WandBLogger default_phases dump_schedule load_schedule"
     ),
@@ -146,6 +148,7 @@ NOT_TORCHS = {
     "_attn_implementation _init_weights _name_or_path _supports_sdpa _tp_plan": "transformers'",
     "_is_fsdp_managed_module": "transformers'",
     "_defaults": "torchmetrics'",
+    "_disable_adapters": "peft's",
     "_new_buffer": "torchao's",
     "_exit _current_frames": "os's and sys's",
 }

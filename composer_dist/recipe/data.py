@@ -10,9 +10,18 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.recipe.named import resolve
-from composer_dist.recipe.schema import ChatData, FunctionData, LabeledData, RowData, Run, TableData, TextData
+from composer_dist.recipe.schema import (
+    ChatData,
+    FunctionData,
+    LabeledData,
+    PreferenceData,
+    RowData,
+    Run,
+    TableData,
+    TextData,
+)
 from composer_dist.recipe.sources import rows, text
-from composer_dist.trainer import DistributedDataLoader, PadRows, StreamingDataLoader
+from composer_dist.trainer import DistributedDataLoader, PadPreferences, PadRows, StreamingDataLoader
 
 Datasets = tuple[Any, ...]
 Loader = DistributedDataLoader | StreamingDataLoader
@@ -36,6 +45,8 @@ def datasets(run: Run, tokenizer: Any, folder: Path) -> Datasets:
             return _of_classes(run.data, tokenizer)
         case ChatData():
             return rows.conversations(run.data, tokenizer, folder)
+        case PreferenceData():
+            return rows.preferences(run.data, tokenizer, folder)
         case TableData():
             return rows.table(run.data, tokenizer, run.model.kind == "sequence_classification")
         case FunctionData():
@@ -56,6 +67,8 @@ def loader(dataset: Dataset[Any], run: Run, tokenizer: Any, folder: Path, *, tra
     collate: Any = None
     if isinstance(data, FunctionData) and data.collate is not None:
         collate = resolve(data.collate, folder)
+    elif isinstance(data, PreferenceData):
+        collate = PadPreferences(rows.pad_token(tokenizer))
     elif isinstance(data, RowData) or (tokenizer is not None and _tokenized(dataset)):
         collate = PadRows(rows.pad_token(tokenizer))
     options: dict[str, Any] = {

@@ -9,7 +9,7 @@ from torch import nn
 from composer_dist.checkpoint.export.merged import check_mergeable  # not public, like the hosts: for recipes
 from composer_dist.distributed import init_context, meta_init, process_group
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.models import ComposerClassifier, ComposerModel, HuggingFaceModel
+from composer_dist.models import ComposerClassifier, ComposerModel, DPOModel, HuggingFaceModel
 from composer_dist.models.adapters import adapter_hosts
 from composer_dist.recipe.named import METRICS, find, resolve
 from composer_dist.recipe.other_libraries.failures import (
@@ -22,7 +22,7 @@ from composer_dist.recipe.other_libraries.failures import (
     targets,
 )
 from composer_dist.recipe.other_libraries.nf4 import quantize
-from composer_dist.recipe.schema import HubModel, ModuleModel, Run
+from composer_dist.recipe.schema import HubModel, ModuleModel, PreferenceData, Run
 from composer_dist.recipe.sources.rows import classes_of
 from composer_dist.structure.families import quiet
 from composer_dist.wording import near_miss
@@ -78,8 +78,11 @@ def build_model(run: Run, tokenizer: Any, folder: Path, *, empty: bool = False) 
         if model.quantize is not None:
             quantize(built)
         with blaming(f"model.adapter (the model's linear layers are {targets(built)})"):
-            options = _metrics(model, built.config, folder)
-            made = HuggingFaceModel(built, tokenizer, peft_config=_peft_config(model), **options)
+            kind: Any = HuggingFaceModel
+            options = _metrics(model, built.config, folder) | {"peft_config": _peft_config(model)}
+            if isinstance(run.data, PreferenceData):
+                kind, options["beta"], options["preference_loss"] = DPOModel, model.dpo.beta, model.dpo.loss
+            made: HuggingFaceModel = kind(built, tokenizer, **options)
         if run.export == "merged":
             check_mergeable(dict(adapter_hosts(made.model)))
         return made

@@ -26,7 +26,7 @@ OURS = frozenset(
 )
 """The Trainer's arguments that have sections of their own."""
 _DATA_OF = {
-    "causal_lm": ("text", "chat", "function"),
+    "causal_lm": ("text", "chat", "preferences", "function"),
     "masked_lm": ("text", "function"),
     "seq2seq_lm": ("table", "function"),
     "sequence_classification": ("labeled_text", "table", "function"),

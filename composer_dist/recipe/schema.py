@@ -37,6 +37,15 @@ class Adapter(Section):
     """Peft's name: "lora", "ia3", "adalora", ...; the other keys are that method's own arguments."""
 
 
+class DPO(Section):
+    """What an adapter learns from preferences."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """How much the model may differ from the one without the adapter; less for larger values."""
+    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    """Of DPO (arXiv:2305.18290), SLiC (arXiv:2305.10425) or IPO (arXiv:2310.12036)."""
+
+
 class HubModel(Section):
     """A Hugging Face model."""
 
@@ -53,6 +62,8 @@ class HubModel(Section):
     """Train an adapter and freeze the model's own weights."""
     quantize: Literal["nf4"] | None = None
     """Hold the frozen weights below an adapter in 4 bits (QLoRA); needs torchao."""
+    dpo: DPO = DPO()
+    """For data of kind preferences; the model without its adapter is the reference."""
     num_labels: PositiveInt | None = None
     """Classes of a sequence classifier; by default those of `data`."""
     metrics: Entries = {}
@@ -152,6 +163,14 @@ class ChatData(RowData):
     """A file with a chat template, in place of the tokenizer's; saved with the model."""
 
 
+class PreferenceData(RowData):
+    """Rows of `prompt`, `chosen` and `rejected`, strings or messages, for DPO of an adapter."""
+
+    kind: Literal["preferences"]
+    chat_template: str | None = None
+    """A file with a chat template, in place of the tokenizer's; saved with the model."""
+
+
 class TableData(RowData):
     """Rows with a text and a label: a class, or for sequence-to-sequence models the text to write."""
 
@@ -198,7 +217,10 @@ class Run(Section):
     seed: int = Field(17, ge=0, lt=2**63)
     """Of everything random: weights, order of the data, dropout."""
     model: Annotated[HubModel | ModuleModel, Field(discriminator="kind")]
-    data: Annotated[TextData | LabeledData | ChatData | TableData | FunctionData, Field(discriminator="kind")]
+    data: Annotated[
+        TextData | LabeledData | ChatData | PreferenceData | TableData | FunctionData,
+        Field(discriminator="kind"),
+    ]
     optimizer: Named = Named(name="adamw")
     """"adamw", "adam", "sgd" or package.module.Name, and its arguments; without them the name is enough. By
     default Adam's lr is 1e-3 for a new model, 2e-5 for a pretrained one, and 2e-4 for an adapter on it."""
@@ -228,6 +250,19 @@ class Run(Section):
     def _can_merge(self) -> Run:
         if self.export == "merged" and getattr(self.model, "adapter", None) is None:
             raise ValueError("export: merged has nothing to merge, because there is no model.adapter")
+        return self
+
+    @model_validator(mode="after")
+    def _has_reference(self) -> Run:
+        prefers = isinstance(self.data, PreferenceData)
+        if not prefers and "dpo" in self.model.model_fields_set:
+            raise ValueError("model.dpo has no effect: it needs data of kind preferences")
+        if prefers and getattr(self.model, "adapter", None) is None:
+            raise ValueError(
+                "data of kind preferences needs a model.adapter: the model without it is the reference"
+            )
+        if prefers and getattr(self.model, "metrics", None):
+            raise ValueError("for data of kind preferences the metric is the PreferenceAccuracy")
         return self
 
     @field_validator("out", mode="before")

@@ -22,6 +22,8 @@ from .data.loader import DistributedDataLoader as DistributedDataLoader
 from .data.packing import PackedDataset as PackedDataset
 from .data.packing import PackedStream as PackedStream
 from .data.padding import PadRows as PadRows
+from .data.preferences import PadPreferences as PadPreferences
+from .data.preferences import PreferenceTokenizer as PreferenceTokenizer
 from .data.streaming import StreamingDataLoader as StreamingDataLoader
 from .data.table import TableTokenizer as TableTokenizer
 from .evaluation import Evaluator as Evaluator

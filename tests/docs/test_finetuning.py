@@ -11,6 +11,7 @@ from composer_dist.recipe.read import read_configuration
 from composer_dist.trainer import ChatTokenizer, PadRows
 from tests.kit.chat import CONVERSATIONS, chat_tokenizer
 from tests.kit.huggingface import llama
+from tests.kit.preferences import PREFERENCES, lora
 
 datasets = pytest.importorskip("datasets", reason="an extra")
 PAGE = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text()
@@ -31,6 +32,9 @@ def test_every_block_of_python_runs() -> None:
         "conversations": rows,
         "reviews": [{"text": "It is good.", "label": "good"}, {"text": "No.", "label": "bad"}],
         "torch": torch,
+        "preferences": PREFERENCES,
+        "base_model": llama(vocab_size=len(tokenizer), max_position_embeddings=128),
+        "lora_config": lora(),
         "batches": [PadRows(tokenizer.pad_token_id)(ChatTokenizer(tokenizer).map(CONVERSATIONS))],
         "stream": rows.to_iterable_dataset(num_shards=2),
     }

@@ -6,9 +6,16 @@ from typing import Any
 
 from composer_dist.distributed import process_group
 from composer_dist.errors import ParallelismValueError
-from composer_dist.recipe.schema import ChatData, RowData, Source, TableData
+from composer_dist.recipe.other_libraries.failures import blaming
+from composer_dist.recipe.schema import ChatData, PreferenceData, RowData, Source, TableData
 from composer_dist.recipe.sources.text import files_of, hold_out, library, load
-from composer_dist.trainer import ChatTokenizer, PackedDataset, PackedStream, TableTokenizer
+from composer_dist.trainer import (
+    ChatTokenizer,
+    PackedDataset,
+    PackedStream,
+    PreferenceTokenizer,
+    TableTokenizer,
+)
 
 _FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -57,10 +64,15 @@ def pair(data: RowData) -> tuple[Any, Any]:
 
 def conversations(data: ChatData, tokenizer: Any, folder: Path) -> tuple[Any, ...]:
     """Conversations as tokens with labels, packed if the configuration says so."""
-    if data.chat_template is not None:
-        tokenizer.chat_template = (folder / data.chat_template).read_text()
+    _set_template(data, tokenizer, folder)
     make = ChatTokenizer(tokenizer, max_length=data.context, loss_on=data.loss_on)
     return tokenized(data, make, tokenizer, data.packing)
+
+
+def preferences(data: PreferenceData, tokenizer: Any, folder: Path) -> tuple[Any, ...]:
+    """Prompts with a chosen and a rejected answer as tokens with labels."""
+    _set_template(data, tokenizer, folder)
+    return tokenized(data, PreferenceTokenizer(tokenizer, max_length=data.context), tokenizer)
 
 
 def table(data: TableData, tokenizer: Any, classes: bool) -> tuple[Any, ...]:
@@ -113,6 +125,13 @@ def tokenized(data: RowData, make: Any, tokenizer: Any, packing: bool = False) -
 def pad_token(tokenizer: Any) -> int:
     """The token to pad with; models do not see it."""
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+
+
+def _set_template(data: ChatData | PreferenceData, tokenizer: Any, folder: Path) -> None:
+    """Gives the tokenizer, which is saved with the model, the chat template of the configuration."""
+    if data.chat_template is not None:
+        with blaming("data.chat_template"):
+            tokenizer.chat_template = (folder / data.chat_template).read_text()
 
 
 def _packed(rows: Any, length: int, pad: int) -> Any:

@@ -58,25 +58,29 @@ class ChatTokenizer(RowTokenizer):
         tokens, labels = self._read(row)
         return {"input_ids": tokens[: self.max_length], "labels": labels[: self.max_length]}
 
-    def pair(self, row: Row, answer: str) -> tuple[Tokens, Tokens]:
-        """The tokens of a row's prompt, and those of the column `answer` after it."""
-        prompt, end = row["prompt"], row[answer]
-        if isinstance(prompt, str) != isinstance(end, str):
-            raise ParallelismTypeError(f"prompt and {answer} must both be strings, or both be messages.")
+    def pairs(self, row: Row, *answers: str) -> list[tuple[Tokens, Tokens]]:
+        """The tokens of a row's prompt, and those of each of these columns after it.
+
+        An answer begins where the prompt's tokens with it differ from those of the prompt alone.
+        """
+        prompt = row["prompt"]
+        if len({isinstance(one, str) for one in (prompt, *(row[name] for name in answers))}) > 1:
+            raise ParallelismTypeError(f"prompt and {' and '.join(answers)} must be strings, or messages.")
         if isinstance(prompt, str):
-            first, whole = self._encode(prompt), self._encode(self._ended(prompt + end))
+            first = self._encode(prompt)
+            whole = [self._encode(self._ended(prompt + row[name])) for name in answers]
         else:
             first = self._render(prompt, row, add_generation_prompt=True)["input_ids"]
-            whole = self._render([*prompt, *end], row)["input_ids"]
-        shared = _shared(first, whole)
+            whole = [self._render([*prompt, *row[name]], row)["input_ids"] for name in answers]
+        shared = min(_shared(first, one) for one in whole)
         if shared < len(first):
             warnings.warn(
-                f"A tokenized prompt ends with {self.tokenizer.decode(first[shared:])!r}, which its {answer} "
-                "changes; the loss begins before that. A chat template that renders the prompt alike "
-                "with and without an answer, or prompts that end between words, avoid that.",
+                f"A tokenized prompt ends with {self.tokenizer.decode(first[shared:])!r}, which its "
+                f"{answers[0]} changes; the loss begins before that. A chat template that renders the prompt "
+                "alike with and without an answer, or prompts that end between words, avoid that.",
                 stacklevel=2,
             )
-        return whole[:shared], whole[shared:]
+        return [(one[:shared], one[shared:]) for one in whole]
 
     def _read(self, row: Row) -> tuple[Tokens, Tokens]:
         if row.get("input_ids") is not None:
@@ -97,7 +101,7 @@ class ChatTokenizer(RowTokenizer):
         )
 
     def _of_pair(self, row: Row) -> tuple[Tokens, Tokens]:
-        prompt, completion = self.pair(row, "completion")
+        ((prompt, completion),) = self.pairs(row, "completion")
         tokens = prompt + completion
         if self.loss_on == "all":
             return tokens, tokens

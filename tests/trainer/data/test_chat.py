@@ -156,7 +156,7 @@ def test_options_and_rows_that_cannot_be_used() -> None:
     tokenizer = chat_tokenizer()
     with pytest.raises(ParallelismValueError, match="loss_on must be one of 'assistant', 'all', not 'user'"):
         ChatTokenizer(tokenizer, loss_on="user")  # type: ignore[arg-type]
-    with pytest.raises(ParallelismTypeError, match="must both be strings, or both be messages"):
+    with pytest.raises(ParallelismTypeError, match="must be strings, or messages"):
         ChatTokenizer(tokenizer)({"prompt": "Hi", "completion": CONVERSATIONS[0]["messages"]})
     from datasets import Dataset
 

@@ -1,0 +1,87 @@
+"""Pairs of a preferred and a rejected answer as tokens with labels."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer.data.chat import ChatTokenizer
+from composer_dist.trainer.data.packing import IGNORED
+from composer_dist.trainer.data.padding import PadRows
+from composer_dist.trainer.data.rows import Row, RowTokenizer
+
+_ANSWERS = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class PreferenceTokenizer(RowTokenizer):
+    """Makes `chosen_ids`, `chosen_labels`, `rejected_ids` and `rejected_labels`, as TRL's DPOTrainer does.
+
+    A row has `chosen` and `rejected`, strings or messages, and `prompt`; without it, what both begin with is
+    the prompt. `tools` and `chat_template_kwargs` are those of a `ChatTokenizer`.
+
+    Args:
+        tokenizer: one of transformers'; for messages with a chat template.
+        max_length: cut longer prompts with their answers at the end.
+        chat_template: in place of the tokenizer's.
+    """
+
+    tokenizer: Any
+    _: KW_ONLY
+    max_length: int | None = None
+    chat_template: str | None = None
+
+    def __call__(self, row: Row) -> dict[str, Any]:
+        """The tokens of the prompt with each answer, and labels on the answers.
+
+        Raises:
+            ParallelismValueError: a column is missing.
+        """
+        if missing := [name for name in _ANSWERS if row.get(name) is None]:
+            raise ParallelismValueError(f"A row of preferences needs {missing[0]}; it has {', '.join(row)}.")
+        row = row if row.get("prompt") is not None else _with_prompt(row)
+        made: dict[str, Any] = {}
+        chat = ChatTokenizer(self.tokenizer, chat_template=self.chat_template)
+        for name, (prompt, answer) in zip(_ANSWERS, chat.pairs(row, *_ANSWERS), strict=True):
+            made[f"{name}_ids"] = (prompt + answer)[: self.max_length]
+            made[f"{name}_labels"] = ([IGNORED] * len(prompt) + answer)[: self.max_length]
+        return made
+
+    @staticmethod
+    def teaches(made: Row) -> bool:
+        """Whether both answers have a label."""
+        return all(any(label != IGNORED for label in made[f"{name}_labels"]) for name in _ANSWERS)
+
+
+@dataclass(frozen=True)
+class PadPreferences:
+    """A `collate_fn` for what a `PreferenceTokenizer` makes: `input_ids`, `labels`, `attention_mask`.
+
+    Each is `(pairs, 2, tokens)`, the chosen answer first.
+
+    Args:
+        pad_token_id: for `input_ids`.
+    """
+
+    pad_token_id: int
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """The batch."""
+        answers = [
+            {"input_ids": row[f"{name}_ids"], "labels": row[f"{name}_labels"]}
+            for row in rows
+            for name in _ANSWERS
+        ]
+        return {name: one.unflatten(0, (-1, 2)) for name, one in PadRows(self.pad_token_id)(answers).items()}
+
+
+def _with_prompt(row: Row) -> dict[str, Any]:
+    """The row with what both answers begin with as its prompt."""
+    chosen, rejected = row["chosen"], row["rejected"]
+    pairs = zip(chosen, rejected, strict=False)
+    same = next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
+    if same and chosen[same - 1] == " ":  # the answers begin with their space
+        same -= 1
+    return {**row, "prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
