@@ -53,6 +53,8 @@ def choose_units(structure: Structure, wishes: Wishes) -> Choices:
     """Decide for every module of a model whether it is a unit, and why."""
     modules, rules, policy = structure.modules, wishes.rules, wishes.wrap_policy
     chosen: dict[str, Choice] = {}
+    unasked: set[str] = set()
+    """Children of a ComposerModel that nobody has asked for."""
     plain = {
         structure.first[name]: "a metric runs outside the model's forward"
         for name, module in modules.items()
@@ -86,6 +88,7 @@ def choose_units(structure: Structure, wishes: Wishes) -> Choices:
             chosen[name] = choice
         elif name in wishes.children:
             chosen[name] = Choice(True, "it is a direct child of the ComposerModel")
+            unasked.add(name)
     chosen, expanded = _expand(chosen, structure, wishes.config.containers)
     refused_root = any(shard for shard, _ in wishes.ruled("shard").values())
     refused_root |= "" in plain or ("" in chosen and not chosen[""].unit)
@@ -95,7 +98,7 @@ def choose_units(structure: Structure, wishes: Wishes) -> Choices:
             "Nothing would be sharded: the wrap policy (fsdp_wrap_policy or fsdp_wrap_fn) chooses no "
             "module. Return True for at least one, or remove the policy."
         )
-    if units.keys() <= set(wishes.children):
+    if units.keys() <= unasked:
         for name, reason in structural_units(structure):
             if name not in chosen and _first_above(name, {**plain, **skippable}) is None:
                 units[name] = Choice(True, reason)

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from composer_dist import ParallelismConfig, Rule
+from composer_dist.composer_model import ComposerClassifier
 from composer_dist.distributed.sharding.choose_units import composer_children
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerModel
@@ -115,6 +116,15 @@ def test_the_function_of_the_nearest_ancestor_decides() -> None:
     assert list(choose(model).units) == ["", "m2", "m5.a", "m5.b"]
     model._fsdp_wrap = False
     assert list(choose(model).units) == ["m2", "m5.a", "m5.b"]
+
+
+@pytest.mark.promise(84)
+def test_a_function_that_chooses_children_of_a_composer_model_chooses_nothing_else() -> None:
+    model = ComposerClassifier(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), num_classes=4)
+    children = composer_children(model)
+    assert list(choose(model, children=children).units) == ["", "module", "module.0", "module.1"]
+    model.fsdp_wrap_fn = lambda module: isinstance(module, nn.Sequential)
+    assert list(choose(model, children=children).units) == ["", "module"]
 
 
 @pytest.mark.promise(84)
