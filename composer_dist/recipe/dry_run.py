@@ -44,7 +44,7 @@ from composer_dist.recipe.named import OPTIMIZERS, find, resolve
 from composer_dist.recipe.output.folder import check_places
 from composer_dist.recipe.problems import blamed_on
 from composer_dist.recipe.read import Configuration, read_configuration
-from composer_dist.recipe.schema import HubModel, Run
+from composer_dist.recipe.schema import HubModel, PreferenceData, Run
 from composer_dist.structure.families import quiet_imports  # not public: users see its effect only
 from composer_dist.structure.structure import read_structure
 from composer_dist.trainer import (
@@ -219,7 +219,7 @@ class Planned:
     model: nn.Module
     wishes: Mapping[str, Any]
     """Arguments of `plan_parallelism` and `suggest`."""
-    batch: tuple[int, int] | None = None
+    batch: Any = None
     """That is computed with at once."""
     share: tuple[int, int] | None = None
     """In a step."""
@@ -273,12 +273,15 @@ def _share(run: Run, plan: ParallelPlan) -> tuple[int, int] | None:
     return (share, context) if isinstance(context, int) else None
 
 
-def _batch(run: Run, plan: ParallelPlan) -> tuple[int, int] | None:
-    """Those that a rank computes with at once."""
+def _batch(run: Run, plan: ParallelPlan) -> Any:
+    """What a rank computes with at once: samples and tokens, or pairs of answers."""
     share, microbatch = _share(run, plan), run.trainer.get("device_train_microbatch_size")
-    if share is None or not isinstance(microbatch, int):
+    if share is not None and isinstance(microbatch, int):
+        share = min(share[0], microbatch), share[1]
+    if share is None or not isinstance(run.data, PreferenceData):
         return share
-    return min(share[0], microbatch), share[1]
+    pair = torch.zeros(share[0], 2, share[1], dtype=torch.long)
+    return dict.fromkeys(("input_ids", "attention_mask", "labels"), pair)
 
 
 def _built(name: str) -> nn.Module:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from composer_dist.recipe.dry_run import describe
 from composer_dist.recipe.problems import ConfigurationError
 from composer_dist.recipe.read import read_configuration
 from tests.kit.preferences import PREFERENCES
@@ -39,6 +40,8 @@ def test_preferences_train_an_adapter_on_one_rank_and_two(
     options = [f"data.source={rows}", f"data.evaluate={rows}"]
     (alone,) = world1(logs_of, file, f"out={tmp_path}/1", *options)
     one, _ = world2(logs_of, file, f"out={tmp_path}/2", *options)
+    described = describe(read_configuration(file, [f"out={tmp_path}/3", *options]), 2)
+    assert "backward of" in described, "the memory of a step is planned"
     assert alone["loss/train/total"][0] == pytest.approx(0.6931472)
     assert alone["loss/train/total"][2] < alone["loss/train/total"][0]
     assert one["loss/train/total"] == pytest.approx(alone["loss/train/total"], rel=1e-4)
