@@ -26,6 +26,9 @@ class ComposerModel(nn.Module, ABC):
     of the model's buffers.
     """
 
+    only_loss = False
+    """Whether only the loss of the outputs is read; the Trainer sets it to evaluate without metrics."""
+
     @abstractmethod
     def forward(self, batch: Any) -> Any:
         """The outputs for a batch from the dataloader."""

@@ -39,6 +39,7 @@ PUBLIC = {
         "weight_source"
     ),
     "composer_dist.integrations.transformers": "ComposerDistMixin ParallelArguments",
+    "composer_dist.losses": "chunked_cross_entropy",
     "composer_dist.models": (
         "ComposerClassifier ComposerModel DPOModel HuggingFaceModel LanguagePerplexity PreferenceAccuracy "
         "TokenAccuracy"

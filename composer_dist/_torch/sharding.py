@@ -34,6 +34,11 @@ def fsdp_param_groups(module: FSDPModule) -> list[Any]:
     return list(module._get_fsdp_state()._fsdp_param_groups)
 
 
+def is_one_of_several(module: FSDPModule) -> bool:
+    """Whether the unit of `module` has others too, which are gathered with it. Since torch 2.4."""
+    return len(module._get_fsdp_state()._modules) > 1
+
+
 def fsdp_params(module: FSDPModule) -> list[Any]:
     """The `FSDPParam` objects of the unit that `module` leads."""
     return [param for group in fsdp_param_groups(module) for param in group.fsdp_params]

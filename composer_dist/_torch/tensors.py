@@ -55,6 +55,13 @@ def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
     return preserved
 
 
+def without_memory(
+    cls: type[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A tensor of a subclass that has a shape, but no elements. Since torch 1.11."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a view of another for autograd. Since torch 0.4."""
     return tensor._base is not None

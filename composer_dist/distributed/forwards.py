@@ -7,7 +7,8 @@ to the original forward. Hooks run once, outside all layers. Deep copies have th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -144,22 +145,31 @@ def _through_call(module: nn.Module, method: Forward) -> Forward:
     def call(*args: Any, **kwargs: Any) -> Any:
         before = vars(module).get("forward")
 
-        def restore() -> None:
-            vars(module).pop("forward", None)
-            if before is not None:
-                vars(module)["forward"] = before
-
         def once(*args: Any, **kwargs: Any) -> Any:
-            restore()  # `method` may call the module itself
+            _put_back(module, before)  # `method` may call the module itself
             return method(*args, **kwargs)
 
-        vars(module)["forward"] = once
-        try:
+        with instead(module, once):
             return module(*args, **kwargs)
-        finally:
-            restore()
 
     return call
+
+
+@contextmanager
+def instead(module: nn.Module, forward: Forward) -> Iterator[None]:
+    """Inside, calls of `module` run `forward` in place of its own, with all layers; hooks run around it."""
+    before = vars(module).get("forward")
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        _put_back(module, before)
+
+
+def _put_back(module: nn.Module, forward: Forward | None) -> None:
+    vars(module).pop("forward", None)
+    if forward is not None:
+        vars(module)["forward"] = forward
 
 
 def without_cache(

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -48,6 +47,7 @@ from composer_dist.integrations.transformers_arguments import (
     newest_complete,
     read_parallelism,
 )
+from composer_dist.integrations.transformers_loss import ChunkedLossMixin, base_model
 from composer_dist.integrations.transformers_rows import gather_once, share_rows
 from composer_dist.precision import Precision
 
@@ -56,13 +56,8 @@ __all__ = ["ComposerDistMixin", "ParallelArguments"]
 FOLDER = "composer_dist"
 """Inside of `checkpoint-N/`: what resuming needs of the model, the optimizer and the scheduler."""
 
-if TYPE_CHECKING:
-    _Trainer = transformers.Trainer
-else:
-    _Trainer = object
 
-
-class ComposerDistMixin(_Trainer):
+class ComposerDistMixin(ChunkedLossMixin):
     """Trains with `parallelize_model` in transformers' Trainer, or in one that inherits from it.
 
     ```python
@@ -81,6 +76,7 @@ class ComposerDistMixin(_Trainer):
         parallelism: whatever `parallelize_model` takes, or the path of a YAML or JSON file with its keys.
         weights: what fills the prepared model, for one that was built under `init_context`.
         precision: the dtype of the computation; not together with the trainer's own `bf16`.
+        chunked_loss: compute the model's loss without all logits; see `HuggingFaceModel`.
         **named: as for the trainer.
 
     Raises:
@@ -105,6 +101,7 @@ class ComposerDistMixin(_Trainer):
         parallelism: Config | ParallelPlan | None = None,
         weights: str | os.PathLike[str] | None = None,
         precision: str | Precision | None = None,
+        chunked_loss: bool | int | None = None,
         **named: Any,
     ) -> None:
         check_version()
@@ -113,6 +110,7 @@ class ComposerDistMixin(_Trainer):
         self.parallelism = read_parallelism(wanted)
         self.weights = getattr(self.args, "weights", None) if weights is None else weights
         self.precision = getattr(self.args, "precision", None) if precision is None else precision
+        self.chunked_loss = getattr(self.args, "chunked_loss", True) if chunked_loss is None else chunked_loss
         with Faults(f"{type(self).__name__}: ") as faults:
             faults += conflicts(self)
         self.is_distributed_loading_by_transformers = True
@@ -137,7 +135,7 @@ class ComposerDistMixin(_Trainer):
         self._tp_size = plan.mesh["tp"]  # by which TRL divides its count of tokens
         if isinstance(reference := getattr(self, "ref_model", None), nn.Module) and not plan.replication:
             parallelize_model(reference, config, precision=self.precision)
-        base = _base(self.model)
+        base = base_model(self.model)
         if hasattr(base, "generate"):
             base._is_fsdp_managed_module = bool(plan.units)  # its ranks then wait for the slowest
         return self.preparation
@@ -279,7 +277,7 @@ class ComposerDistMixin(_Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         self.parallelize()
         folder = str(output_dir or self.args.output_dir)
-        if not isinstance(_base(self.model), PreTrainedModel):
+        if not isinstance(base_model(self.model), PreTrainedModel):
             return super()._save(folder, full_model_state(self.model))
         export_pretrained(self.model, folder)
         if self.args.should_save:
@@ -329,8 +327,3 @@ class ComposerDistMixin(_Trainer):
         elif file.exists():  # of a Trainer without the mixin
             load_checkpoint(file, self._optimizer(), model=self.model)
             self.lr_scheduler.load_state_dict(torch.load(file.with_name("scheduler.pt"), weights_only=True))
-
-
-def _base(model: Any) -> Any:
-    """The transformers model inside a `PeftModel`, or `model` itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

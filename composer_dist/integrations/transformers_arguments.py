@@ -18,8 +18,8 @@ OVERRIDDEN = (
     *("_clip_grad_norm", "_defer_fsdp_gradient_reduction", "_get_dataloader", "_get_grad_norm"),
     *("_inner_training_loop", "_load_best_model", "_load_from_checkpoint", "_load_optimizer_and_scheduler"),
     *("_move_model_to_device", "_save", "_save_optimizer_and_scheduler", "_save_rng_state"),
-    *("_sync_replicated_trainable_parameters", "_track_num_input_tokens", "evaluation_loop"),
-    *("floating_point_ops", "get_cp_size", "get_tp_size", "train", "training_step"),
+    *("_sync_replicated_trainable_parameters", "_track_num_input_tokens", "compute_loss", "evaluation_loop"),
+    *("floating_point_ops", "get_cp_size", "get_tp_size", "prediction_step", "train", "training_step"),
 )
 """The methods of transformers' Trainer that ComposerDistMixin overrides; most are private."""
 
@@ -47,6 +47,10 @@ class ParallelArguments:
     )
     precision: str | None = field(
         default=None, metadata={"help": "The dtype of the computation, such as amp_bf16; then bf16 is false."}
+    )
+    chunked_loss: bool = field(
+        default=True,
+        metadata={"help": "Compute the model's loss without all logits, where nobody reads them."},
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from composer_dist.distributed.ranks.process_group import world_and_rank
 from composer_dist.distributed.sharding.generation import check_static_cache
 from composer_dist.distributed.sharding.hooks import stay_gathered
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.losses.logits import put_off
 from composer_dist.models.adapters import adapter_keys
 from composer_dist.structure.names import canonical_name
 
@@ -46,6 +47,8 @@ class HuggingFaceModel(ComposerModel):
         allow_embedding_resizing: enlarge the embeddings if the tokenizer has more tokens.
         peft_config: adds an adapter to `model`, on the meta device if `model` is there.
         should_save_peft_only: `state_dict()` has only the adapters, by peft's rules, and loads only them.
+        chunked_loss: train without all logits, a number of positions at a time (an integer is this number),
+            where the model's head is linear and neither a metric nor a subclass's `loss` reads them.
 
     Raises:
         ParallelismValueError: the tokenizer has more tokens than the model; the adapter's configuration names
@@ -64,6 +67,7 @@ class HuggingFaceModel(ComposerModel):
         allow_embedding_resizing: bool = False,
         peft_config: PeftConfig | None = None,
         should_save_peft_only: bool = True,
+        chunked_loss: bool | int = True,
     ) -> None:
         super().__init__()
         if tokenizer is not None:
@@ -84,6 +88,7 @@ class HuggingFaceModel(ComposerModel):
         self._arguments = _arguments(_base(model))
         if self.should_save_peft_only:
             adapter_keys(model)  # refuse an empty adapter now, not after the training
+        self.chunked_loss, self._has_own_loss = chunked_loss, type(self).loss is not HuggingFaceModel.loss
         self._loading_prefix = ""
         untyped: Any = self  # torch 2.13 has no types for these three
         untyped.register_state_dict_post_hook(_drop_base)
@@ -106,7 +111,17 @@ class HuggingFaceModel(ComposerModel):
         if "position_ids" in inputs and "attention_mask" not in inputs and "use_cache" in self._arguments:
             # With a cache, transformers does not detect packed documents: they would attend to each other.
             inputs.setdefault("use_cache", False)
-        return self.model(**inputs)
+        with self._without_logits(inputs):
+            return self.model(**inputs)
+
+    def _without_logits(self, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Inside, a loss is computed without logits, unless somebody reads them."""
+        training = self.model.training  # of `from_pretrained` it is in eval mode, whatever this one is in
+        read = self._has_own_loss or self.get_metrics(training) or (self.use_logits and not training)
+        only_loss = (training or self.only_loss) and inputs.get("labels") is not None
+        if not self.chunked_loss or read or not only_loss or torch.compiler.is_compiling():
+            return nullcontext()
+        return put_off(_base(self.model), None if self.chunked_loss is True else self.chunked_loss)
 
     def loss(self, outputs: Any, batch: Any) -> Any:
         """The loss that the model computed from the batch's labels."""

@@ -72,14 +72,14 @@ def build_model(run: Run, tokenizer: Any, folder: Path, *, empty: bool = False) 
     with quiet():
         built = _hub_model(run, model, tokenizer, real)
         if model.adapter is None:
-            return HuggingFaceModel(built, tokenizer, **_metrics(model, built.config, folder))
+            return HuggingFaceModel(built, tokenizer, **_options(model, built.config, folder))
         if real and model.config is not None:
             _write_base(built, tokenizer, run.out / "base")
         if model.quantize is not None:
             quantize(built)
         with blaming(f"model.adapter (the model's linear layers are {targets(built)})"):
             kind: Any = HuggingFaceModel
-            options = _metrics(model, built.config, folder) | {"peft_config": _peft_config(model)}
+            options = _options(model, built.config, folder) | {"peft_config": _peft_config(model)}
             if isinstance(run.data, PreferenceData):
                 kind, options["beta"], options["preference_loss"] = DPOModel, model.dpo.beta, model.dpo.loss
             made: HuggingFaceModel = kind(built, tokenizer, **options)
@@ -144,8 +144,8 @@ def _hub_model(run: Run, model: HubModel, tokenizer: Any, real: bool) -> Any:
     return built
 
 
-def _metrics(model: HubModel, config: Any, folder: Path) -> dict[str, Any]:
-    """Arguments of a `HuggingFaceModel` for the metrics that evaluate it."""
+def _options(model: HubModel, config: Any, folder: Path) -> dict[str, Any]:
+    """Arguments of a `HuggingFaceModel` for its loss and for the metrics that evaluate it."""
     made = []
     for name, given in model.metrics.items():
         arguments = dict(given or {})
@@ -153,7 +153,8 @@ def _metrics(model: HubModel, config: Any, folder: Path) -> dict[str, Any]:
             arguments = {"num_classes": config.num_labels, "average": "micro"} | arguments
         with blaming(f"model.metrics.{name}"):
             made.append(find("metric", METRICS, name, folder)(**arguments))
-    return {"use_logits": True, "eval_metrics": made} if made else {}
+    metrics = {"use_logits": True, "eval_metrics": made} if made else {}
+    return {"chunked_loss": model.chunked_loss, **metrics}
 
 
 def _peft_config(model: HubModel) -> Any:

@@ -18,6 +18,7 @@ from composer_dist.recipe.other_libraries.failures import blaming
 
 # Not public: only recipes and the Trainer draw random numbers and compute losses.
 from composer_dist.trainer.data.randomness import host_states, set_host_states
+from composer_dist.trainer.evaluation import evaluating
 from composer_dist.trainer.step import total_loss
 
 _LARGEST = 5_000_000
@@ -90,9 +91,10 @@ def _step(model: ComposerModel, kind: Any, arguments: Mapping[str, Any], cast: A
         outputs = model(batch)
     with _named("loss"), cast:
         loss = total_loss(model.loss(outputs, batch))
-    with _named("metrics"), torch.no_grad():
-        for metric in (model.get_metrics(is_train=False) | model.get_metrics(is_train=True)).values():
-            model.update_metric(batch, model.eval_forward(batch, outputs), metric)
+    metrics = model.get_metrics(is_train=False) | model.get_metrics(is_train=True)
+    with _named("metrics"), cast, evaluating(model):
+        for metric in metrics.values():  # the training may have computed no logits
+            model.update_metric(batch, model.eval_forward(batch), metric)
     with _named("backward"):
         loss.backward()
     if kind.__module__.startswith("torch.optim."):  # the user's own may need all ranks

@@ -50,7 +50,7 @@ def evaluate(
     metrics = fresh_metrics(evaluator.chosen(state.model.get_metrics(is_train=False)), state.device)
     state.eval_metrics[label] = metrics
     total, weight = torch.zeros((), device=state.device), 0.0
-    with _reading(state, feed, label):
+    with _reading(state, feed, label, only_loss=not metrics):
         for fed in _batches(state, feed, "eval", run_event):
             with autocast(state.precision, state.device):
                 outputs = state.model(state.batch)
@@ -145,17 +145,19 @@ def _flatten(name: str, value: Any) -> dict[str, float]:
 
 
 @contextmanager
-def _reading(state: State, feed: Feed, label: str) -> Iterator[None]:
+def _reading(state: State, feed: Feed, label: str, only_loss: bool = False) -> Iterator[None]:
     """Evaluation mode, no gradients; afterwards modules and state are as they were."""
     place = state.dataloader, state.dataloader_label, state.dataloader_len
     state.dataloader, state.dataloader_label, state.dataloader_len = feed.dataloader, label, None
     state.eval_batch = 0
+    state.model.only_loss = only_loss
     try:
         with evaluating(state.model):
             yield
     finally:
         state.dataloader, state.dataloader_label, state.dataloader_len = place
         state.batch = state.outputs = None
+        state.model.only_loss = False
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import same, weights
 from tests.kit.hf_trainer import Ran, made, result, rows, run, same_training
 from tests.kit.huggingface import dropping_gpt2, llama, lora_llama, tokenizer
+from tests.kit.measure import losses_counted
 from tests.kit.world import World
 from tests.kit.world import run as on_world
 
@@ -69,6 +70,32 @@ def test_trains_options_as_in_one_process(
 ) -> None:
     for found in world2(run, str(tmp_path), MODES[mode], model=model, **options, **RANKS):
         same_training(found, alone(model, **options))
+
+
+def counts_of(folder: str, how: dict[str, Any]) -> dict[str, int]:
+    """How often losses were computed in chunks, and logits whole: in four steps and an evaluation of one."""
+    given = dict(how)
+    chunked, metrics = given.pop("chunked_loss", None), given.pop("metrics", False)
+    with losses_counted() as counts:
+        trainer = made(folder, "fsdp", trainer={"chunked_loss": chunked, "eval_dataset": rows(8)}, **given)
+        if metrics:
+            trainer.compute_metrics = lambda one: {"width": one.predictions.shape[-1]}
+        trainer.train()
+        found = trainer.evaluate()
+    assert found.get("eval_width") == (50 if metrics else None)
+    return counts
+
+
+@pytest.mark.promise(123)
+def test_trains_and_evaluates_without_logits_where_nobody_reads_them(world2: World, tmp_path: Path) -> None:
+    for how, chunks in (
+        ({}, 4 + 1),
+        ({"chunked_loss": 5, "metrics": True}, 4),
+        ({"chunked_loss": False}, 0),
+        ({"label_smoothing_factor": 0.1}, 0),
+    ):
+        expected = {"chunks": chunks, "values": 0}
+        assert world2(counts_of, str(tmp_path), how, **RANKS) == [expected] * 2, how
 
 
 def reduced(folder: str, config: Any) -> list[bool]:

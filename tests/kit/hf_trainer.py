@@ -26,11 +26,11 @@ class Ran(NamedTuple):
 
 
 def same_training(found: Ran, expected: Ran) -> None:
-    """Equal to rounding."""
+    """Equal to rounding, of which AdamW makes more where a gradient is almost zero."""
     assert len(expected.losses) > 1
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert found.norms == pytest.approx(expected.norms, rel=1e-4)
-    close(found.parameters, expected.parameters, rtol=1e-4, atol=1e-5)
+    close(found.parameters, expected.parameters, rtol=1e-4, atol=5e-5)
 
 
 def rows(count: int = 48, seed: int = 1) -> list[dict[str, list[int]]]:

@@ -14,7 +14,7 @@ VOCABULARY = 64
 SIZES = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def _built(name: str, **options: Any) -> Any:
+def built(name: str, **options: Any) -> Any:
     """A transformers model by the name of its class, with these fields of its configuration."""
     import transformers
 
@@ -25,7 +25,7 @@ def _built(name: str, **options: Any) -> Any:
 def _pretrained(name: str, **options: Any) -> Any:
     """A model of two layers as a file would give it: the same weights each time, in eval mode."""
     torch.manual_seed(0)
-    return _built(name, **SIZES, **options).eval()
+    return built(name, **SIZES, **options).eval()
 
 
 def pretrained_llama(tied: bool = False) -> Any:
@@ -129,7 +129,7 @@ _SMALL |= {"num_key_value_heads": 2}
 
 def llama(**options: Any) -> Any:
     """A Llama of two layers and 50 tokens."""
-    return _built("LlamaForCausalLM", **(_SMALL | options))
+    return built("LlamaForCausalLM", **(_SMALL | options))
 
 
 def tied_llama() -> Any:
@@ -142,7 +142,7 @@ def gpt2(**options: Any) -> Any:
     sizes = {"vocab_size": 51, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
     still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    return _built("GPT2LMHeadModel", **(sizes | still | tokens | options))
+    return built("GPT2LMHeadModel", **(sizes | still | tokens | options))
 
 
 def dropping_gpt2(**options: Any) -> Any:
@@ -172,19 +172,19 @@ def lora_gpt2() -> Any:
 
 def qwen3() -> Any:
     """A Qwen 3: norms within the attention, head by head."""
-    return _built("Qwen3ForCausalLM", head_dim=8, **_SMALL)
+    return built("Qwen3ForCausalLM", head_dim=8, **_SMALL)
 
 
 def phi3() -> Any:
     """A Phi 3: query, key and value of different widths in one matrix."""
-    return _built("Phi3ForCausalLM", pad_token_id=0, bos_token_id=0, eos_token_id=0, **_SMALL)
+    return built("Phi3ForCausalLM", pad_token_id=0, bos_token_id=0, eos_token_id=0, **_SMALL)
 
 
 def mixtral(**options: Any) -> Any:
     """A model whose experts lie one by one in its checkpoints."""
     sizes = {"vocab_size": 33, "hidden_size": 16, "intermediate_size": 24, "num_local_experts": 3}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return _built("MixtralForCausalLM", **(sizes | heads | options))
+    return built("MixtralForCausalLM", **(sizes | heads | options))
 
 
 LORA = {"llama": lora_llama, "gpt2": lora_gpt2}

@@ -1,12 +1,13 @@
 """Measures what ranks send and how much memory a call takes."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from composer_dist import _torch
 from composer_dist.distributed.moving import gather
 from composer_dist.distributed.ranks.board import Board
+from composer_dist.losses import logits
 from composer_dist.tensors.nested import tensors_in
 
 
@@ -123,3 +125,21 @@ def record(calls: set[torch.dtype], *names: str) -> Iterator[None]:
 
     with by_messages(), mock.patch.object(dist, name, recording):
         yield
+
+
+@contextmanager
+def losses_counted() -> Iterator[dict[str, int]]:
+    """How often inside losses are computed in chunks, and logits computed whole."""
+    counts = {"chunks": 0, "values": 0}
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            counts[name] += 1
+            return function(*args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logits, "summed", noted("chunks", logits.summed))
+        patch.setattr(logits.Logits, "values", noted("values", logits.Logits.values))
+        yield counts

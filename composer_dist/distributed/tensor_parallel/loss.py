@@ -45,14 +45,14 @@ def parallel_cross_entropy(
     flat = labels.reshape(-1)
     if not isinstance(logits, DTensor):
         rows = logits.reshape(-1, logits.shape[-1])
-        losses = nn.functional.cross_entropy(rows, flat, ignore_index=ignore_index, reduction="none")
-    else:
-        classes, mesh = logits.shape[-1], logits.device_mesh
-        part = logits.to_local()
-        part = part.reshape(-1, part.shape[-1])
-        if part.dtype in (torch.float16, torch.bfloat16):
-            part = part.float()
-        losses = _CrossEntropy.apply(part, flat, classes, ignore_index, mesh)  # type: ignore[no-untyped-call]
+        found = nn.functional.cross_entropy(rows, flat, ignore_index=ignore_index, reduction=reduction)
+        return found.view(labels.shape) if reduction == "none" else found
+    classes, mesh = logits.shape[-1], logits.device_mesh
+    part = logits.to_local()
+    part = part.reshape(-1, part.shape[-1])
+    if part.dtype in (torch.float16, torch.bfloat16):
+        part = part.float()
+    losses: Tensor = _CrossEntropy.apply(part, flat, classes, ignore_index, mesh)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses.view(labels.shape)
     total = losses.sum()
