@@ -1,6 +1,7 @@
 """Fixtures and markers that the whole suite shares."""
 
 import importlib.util
+import logging
 import os
 import shutil
 
@@ -51,10 +52,17 @@ def workers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
-    """Every test starts from one seed; in this process it leaves no process group and no variable behind."""
+    """Every test starts from one seed; in this process it leaves no process group and no variable behind.
+
+    Nor the levels of the loggers that the command line hushes.
+    """
     torch.manual_seed(0)
+    hushed = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in hushed]
     with mock.patch.dict(os.environ):
         yield
+    for logger, level in zip(hushed, levels, strict=True):
+        logger.setLevel(level)
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_accelerate()
