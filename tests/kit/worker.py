@@ -134,6 +134,10 @@ def _answer(job: Job, store: dist.Store) -> tuple[bytes, bool]:
 def _clean_slate(job: Job) -> Iterator[None]:
     """The same state before every function: seeds, defaults, environment, warnings."""
     sys.path[:] = job.path
+    for name in _torchrun_environment(
+        job
+    ):  # a test that was running when this process started may have set it
+        os.environ.pop(name, None)
     environment, directory = dict(os.environ), os.getcwd()
     if job.setup == "environment":
         os.environ.update(_torchrun_environment(job))
