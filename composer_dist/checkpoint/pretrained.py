@@ -104,7 +104,7 @@ def export_pretrained(
 
     Raises:
         ParallelismTypeError: `model` is none of these.
-        ParallelismValueError: the ranks' models differ; `dtype` is not a floating-point one.
+        ParallelismValueError: the ranks' models differ; another `dtype`.
         CheckpointValueError: an adapter has no tensors or cannot be merged, or there is nothing to merge.
         CheckpointRuntimeError: a rank could not write; raised on every rank.
     """
@@ -150,7 +150,7 @@ def weight_source(
 
     Raises:
         ParallelismTypeError: `model` is none of these.
-        ParallelismValueError: `bucket_bytes` is not positive; `dtype` is not a floating-point one.
+        ParallelismValueError: `bucket_bytes` is not positive; another `dtype`.
         CheckpointValueError: an adapter cannot be merged.
     """
     if bucket_bytes < 1:
@@ -173,9 +173,9 @@ def weight_source(
 
 
 def _check_dtype(dtype: torch.dtype | None) -> None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise ParallelismValueError(
-            f"dtype must be a floating-point dtype such as torch.bfloat16, not {dtype!r}."
+            f"dtype must be torch.bfloat16, float16, float32 or float64, not {dtype!r}."
         )
 
 

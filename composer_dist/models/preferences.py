@@ -36,7 +36,7 @@ class DPOModel(HuggingFaceModel):
         options: of `HuggingFaceModel`; the metric is by default the `PreferenceAccuracy`.
 
     Raises:
-        ParallelismValueError: there is no adapter that can be turned off.
+        ParallelismValueError: there is no adapter that can be turned off; `beta` is not positive.
     """
 
     def __init__(
@@ -49,6 +49,8 @@ class DPOModel(HuggingFaceModel):
         **options: Any,
     ) -> None:
         require("preference_loss", preference_loss, _LOSSES)
+        if beta <= 0:
+            raise ParallelismValueError(f"beta must be positive, not {beta}.")
         super().__init__(model, tokenizer, **{"metrics": [PreferenceAccuracy()], **options})
         self.beta, self.preference_loss = beta, preference_loss
         if not list(_layers(self.model)):

@@ -18,12 +18,15 @@ from composer_dist.recipe import named
 from composer_dist.recipe.read import OURS
 from composer_dist.recipe.schema import (
     Adapter,
+    ChatData,
     FunctionData,
     HubModel,
     LabeledData,
     ModuleModel,
     Named,
+    PreferenceData,
     Run,
+    TableData,
     TextData,
 )
 from composer_dist.recipe.signature import arguments_of
@@ -46,6 +49,8 @@ def sections() -> dict[str, list[KeyEntry]]:
     schemas: dict[str, Any] = {"": Run, "model": HubModel, "model (kind: module)": ModuleModel}
     schemas |= {"model.adapter": Adapter, "data (kind: text)": TextData}
     schemas |= {"data (kind: labeled_text)": LabeledData, "data (kind: function)": FunctionData}
+    schemas |= {"data (kind: chat)": ChatData, "data (kind: preferences)": PreferenceData}
+    schemas["data (kind: table)"] = TableData
     schemas |= _of_names("optimizer", named.OPTIMIZERS, {"params"})
     schemas |= _of_names("scheduler", named.SCHEDULERS, {"optimizer"})
     for name, config in (

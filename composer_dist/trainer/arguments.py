@@ -28,7 +28,9 @@ def positive(name: str, time: Time | str | int | None) -> Time | None:
 
 
 def subset_size(name: str, batches: int | None) -> int | None:
-    """A number of batches, unless all count."""
+    """A number of batches, unless all count, for which Composer has -1."""
+    if batches == -1:
+        return None
     if batches is not None and (not isinstance(batches, int) or batches < 1):
         raise ParallelismValueError(f"{name} must be a positive number of batches, not {batches!r}.")
     return batches

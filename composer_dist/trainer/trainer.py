@@ -96,8 +96,8 @@ class Trainer:
         load_path: for `Resume(load_path=...)`.
         autoresume: for `Resume(autoresume=True)`.
         save_folder: adds a `CheckpointSaver` that saves there.
-        save_interval: how often it saves.
-        train_subset_num_batches: the most batches of each rank in an epoch.
+        save_interval: how often it saves; each epoch if None.
+        train_subset_num_batches: the most batches of each rank in an epoch; None or -1: all.
         eval_subset_num_batches: likewise in an evaluation, for an `Evaluator` without a `subset`.
 
     Raises:
@@ -137,7 +137,7 @@ class Trainer:
         load_path: str | os.PathLike[str] | None = None,
         autoresume: bool = False,
         save_folder: str | os.PathLike[str] | None = None,
-        save_interval: Time | str | int = "1ep",
+        save_interval: Time | str | int | None = None,
         train_subset_num_batches: int | None = None,
         eval_subset_num_batches: int | None = None,
     ) -> None:
@@ -162,7 +162,9 @@ class Trainer:
         self._loggers = listed("loggers", loggers, LoggerDestination)
         self.callbacks = listed("callbacks", callbacks, Callback)
         if save_folder is not None:
-            self.callbacks.append(CheckpointSaver(save_folder, save_interval))
+            self.callbacks.insert(0, CheckpointSaver(save_folder, save_interval or "1ep"))
+        elif save_interval is not None:
+            raise ParallelismValueError(f"save_interval={save_interval!r} needs a save_folder.")
         standard = (LRMonitor, SpeedMonitor, ProgressBar) if progress_bar else (LRMonitor, SpeedMonitor)
         missing = [kind() for kind in standard if not any(isinstance(one, kind) for one in self.callbacks)]
         self.callbacks += missing

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
-from composer_dist.trainer import Callback, EarlyStopper, LossScaling, Time, Trainer
+from composer_dist.trainer import Callback, CheckpointSaver, EarlyStopper, LossScaling, Time, Trainer
 from tests.kit.compare import close, weights
 from tests.kit.training import (
     Scores,
@@ -251,6 +251,8 @@ def test_an_epoch_may_have_fewer_batches_than_the_data() -> None:
     assert log.values("loss/eval/total")[-1] == pytest.approx(first.item())
     whole, _ = fitted(train_dataloader=loader(4), max_duration="2ep", train_subset_num_batches=9)
     assert whole.state.timestamp.batch == 2
+    everything, _ = fitted(train_subset_num_batches=-1)
+    assert everything.state.timestamp.batch == 3
     with pytest.raises(ParallelismValueError, match="train_subset_num_batches must be a positive number"):
         quiet(train_subset_num_batches=0)
 
@@ -278,9 +280,15 @@ def test_arguments_and_classes_with_composers_names(tmp_path: Path) -> None:
     assert all(torch.equal(same_weights[name], value) for name, value in weights(first.state.model).items())
     with pytest.raises(ParallelismValueError, match="either resume, or load_path and autoresume"):
         quiet(resume=tmp_path, load_path=tmp_path)
+    with pytest.raises(ParallelismValueError, match="save_interval='2ba' needs a save_folder"):
+        quiet(save_interval="2ba")
+    other = CheckpointSaver(tmp_path / "other", None)
+    both, _ = quiet(save_folder=tmp_path, autoresume=True, callbacks=other)
+    assert both.resumed_from == str(tmp_path / "ep1-ba5")
     assert Time.from_timestring("3ep") == Time.of("3ep")
     stopper = EarlyStopper("score", "eval", torch.greater, patience=2)
     fitted(callbacks=[Scores(1, 2, 1, 1, 1), stopper], eval_dataloader=loader(4), max_duration="9ep")
     assert stopper.best == 2
+    assert EarlyStopper("loss/eval/total", "eval")._monitor == "loss/eval/total"
     with pytest.raises(ParallelismValueError, match=r"comp must be torch\.less or torch\.greater"):
         EarlyStopper("score", "eval", max)

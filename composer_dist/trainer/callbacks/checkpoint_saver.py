@@ -95,6 +95,8 @@ class CheckpointSaver(Callback):
         self._filename = filename
         if keep is not None and keep < 1:
             raise ParallelismValueError(f"keep={keep}: the newest checkpoint is always kept; None keeps all.")
+        if monitor is None and (mode is not None or save_top_k != 1):
+            raise ParallelismValueError("mode and save_top_k need a monitor, such as 'loss/eval/total'.")
         if save_top_k < 1:
             raise ParallelismValueError(f"save_top_k must be positive, not {save_top_k}.")
         self._best = None if monitor is None else BestCheckpoints(monitor, mode, save_top_k)

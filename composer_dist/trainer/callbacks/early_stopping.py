@@ -112,8 +112,7 @@ class EarlyStopper(EarlyStopping):
         modes: dict[Any, Mode | None] = {None: None, torch.less: "min", torch.greater: "max"}
         if comp not in modes:
             raise ParallelismValueError(f"comp must be torch.less or torch.greater, not {comp!r}.")
-        if monitor in ("loss", "loss/train/total"):
+        name = f"metrics/{dataloader_label}/{monitor}"
+        if monitor.partition("/")[0] == "loss":
             name = f"loss/{dataloader_label}/total"
-        else:
-            name = f"metrics/{dataloader_label}/{monitor}"
         super().__init__(name, patience, min_delta, modes[comp])

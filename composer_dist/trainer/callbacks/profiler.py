@@ -52,7 +52,7 @@ class Profiler(Callback):
         warmup: int = 1,
         active: int = 3,
         repeat: int = 1,
-        ranks: Collection[int] | None = (0,),
+        ranks: Collection[int] | int | None = (0,),
         record_shapes: bool = False,
         profile_memory: bool = False,
         with_stack: bool = False,
@@ -64,7 +64,8 @@ class Profiler(Callback):
             name, count = next(iter(wrong.items()), ("active", active))
             least = "positive" if name == "active" else "0 or more"
             raise ParallelismValueError(f"Profiler: {name} must be {least}, not {count}.")
-        self._repeat, self._ranks, self._folder = repeat, ranks, Path(folder)
+        self._repeat, self._folder = repeat, Path(folder)
+        self._ranks = (ranks,) if isinstance(ranks, int) else ranks
         self._options: dict[str, Any] = {
             "record_shapes": record_shapes,
             "profile_memory": profile_memory,

@@ -46,16 +46,34 @@ class TableTokenizer(RowTokenizer):
         return kept | {"labels": self._labels(row[self.label])}
 
     def _labels(self, label: Any) -> Any:
+        if label is None:
+            raise ParallelismValueError(
+                f"A row of the table has nothing in column {self.label!r}; remove it."
+            )
         if not isinstance(label, str):
-            return int(label) if isinstance(label, bool) else label
+            number = int(label) if isinstance(label, bool) else label
+            count = len(self.classes or ())
+            if count and not (isinstance(number, int) and 0 <= number < count):
+                raise ParallelismValueError(
+                    f"The label {label!r} in column {self.label!r} is not the number of a class; there are "
+                    f"{count}, from 0: {listed(self.classes or ())}."
+                )
+            return number
         if self.classes is None:
-            return self._encode(text_target=label)["input_ids"]
+            return self._ended(self._encode(text_target=label)["input_ids"])
         if label not in self.classes:
             near = near_miss(label, self.classes)
             raise ParallelismValueError(
                 f"There is no class {label!r}.{near} Classes: {listed(self.classes)}."
             )
         return self.classes.index(label)
+
+    def _ended(self, tokens: list[int]) -> list[int]:
+        """With the token that ends a text, which not every tokenizer adds."""
+        end = self.tokenizer.eos_token_id
+        if end is None or (tokens and tokens[-1] == end):
+            return tokens
+        return [*tokens[: None if self.max_length is None else self.max_length - 1], end]
 
     def _encode(self, *texts: str, **options: Any) -> Any:
         cut = {} if self.max_length is None else {"truncation": True, "max_length": self.max_length}

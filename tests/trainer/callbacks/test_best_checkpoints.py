@@ -112,6 +112,8 @@ def test_a_metric_that_nothing_logs_is_named(tmp_path: Path) -> None:
         fitted(**arguments)
     with pytest.raises(ParallelismValueError, match="save_top_k must be positive, not 0"):
         CheckpointSaver(tmp_path, monitor=SCORE, save_top_k=0)
+    with pytest.raises(ParallelismValueError, match="mode and save_top_k need a monitor"):
+        CheckpointSaver(tmp_path, save_top_k=3)
 
 
 @pytest.mark.promise(128)

@@ -35,7 +35,7 @@ def profiled(folder: Path, ranks: Any) -> None:
 
 
 @pytest.mark.promise(126)
-@pytest.mark.parametrize(("ranks", "written"), [((1,), [1]), (None, [0, 1])])
+@pytest.mark.parametrize(("ranks", "written"), [((1,), [1]), (0, [0]), (None, [0, 1])])
 def test_ranks_record_for_themselves(world2: World, tmp_path: Path, ranks: Any, written: list[int]) -> None:
     world2(profiled, tmp_path, ranks)
     assert sorted(one.name for one in tmp_path.iterdir()) == [f"rank{rank}-ba5.json.gz" for rank in written]

@@ -19,7 +19,7 @@ def test_classes_are_numbered_and_texts_are_tokenized() -> None:
     assert made[0]["input_ids"] == tokenizer("It is good.")["input_ids"][:4]
     assert TableTokenizer(tokenizer)({"text": "a", "label": True})["labels"] == 1
     writes = TableTokenizer(tokenizer, label="answer")({"text": "2 and 3?", "answer": "5"})
-    assert writes["labels"] == tokenizer("5")["input_ids"]
+    assert writes["labels"] == [*tokenizer("5")["input_ids"], tokenizer.eos_token_id]
     with pytest.raises(ParallelismValueError, match="There is no class 'god'. Did you mean 'good'"):
         make({"text": "a", "label": "god"})
     with pytest.raises(ParallelismValueError, match="has no column 'label'; it has text"):
@@ -47,3 +47,22 @@ def test_rows_are_padded_column_by_column() -> None:
         PadRows(0)([{"input_ids": [1]}, {"text": "a"}])
     with pytest.raises(ParallelismValueError, match="do not all have the same columns"):
         PadRows(0)([{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}])
+
+
+def test_a_text_to_write_has_an_end() -> None:
+    tokenizer = chat_tokenizer()
+    end = tokenizer.eos_token_id
+    whole = TableTokenizer(tokenizer)({"text": "a", "label": "Paris"})["labels"]
+    assert whole[-1] == end
+    assert whole.count(end) == 1
+    cut = TableTokenizer(tokenizer, max_length=3)({"text": "a", "label": "Paris Paris Paris Paris"})["labels"]
+    assert (len(cut), cut[-1]) == (3, end)
+
+
+@pytest.mark.parametrize("label", [2, -1, 1.0])
+def test_a_label_that_is_no_class_is_named(label: float) -> None:
+    make = TableTokenizer(chat_tokenizer(), classes=["bad", "good"])
+    with pytest.raises(ParallelismValueError, match=rf"label {label} in column 'label'.*2, from 0: bad"):
+        make({"text": "a", "label": label})
+    with pytest.raises(ParallelismValueError, match="nothing in column 'label'"):
+        make({"text": "a", "label": None})
