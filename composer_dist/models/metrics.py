@@ -10,8 +10,8 @@ from torchmetrics import Metric
 IGNORED = -100
 
 
-class _OverLabels(Metric):
-    """A mean over all labels that are not -100."""
+class _Mean(Metric):
+    """A total over a count, of all ranks and batches."""
 
     full_state_update = False
     total: Tensor
@@ -21,6 +21,14 @@ class _OverLabels(Metric):
         super().__init__(**options)
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def compute(self) -> Tensor:
+        """The mean."""
+        return self.total / self.count
+
+
+class _OverLabels(_Mean):
+    """A mean over all labels that are not -100."""
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Adds a batch.
@@ -36,10 +44,6 @@ class _OverLabels(Metric):
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The sum over labels `(n,)`."""
         raise NotImplementedError
-
-    def compute(self) -> Tensor:
-        """The mean."""
-        return self.total / self.count
 
 
 class LanguagePerplexity(_OverLabels):
@@ -60,3 +64,12 @@ class TokenAccuracy(_OverLabels):
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
         """How many."""
         return (logits.argmax(-1) == labels).sum()
+
+
+class PreferenceAccuracy(_Mean):
+    """The share of pairs whose chosen answer has become more probable than the rejected one has."""
+
+    def update(self, outputs: Tensor) -> None:
+        """Adds outputs `(pairs, 2)` of a `DPOModel`."""
+        self.total += (outputs[:, 0] > outputs[:, 1]).sum()
+        self.count += len(outputs)

@@ -18,6 +18,7 @@ from composer_dist.config.base import require
 from composer_dist.distributed import parallel_cross_entropy
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models.huggingface import HuggingFaceModel
+from composer_dist.models.metrics import PreferenceAccuracy
 
 _LOSSES = ("sigmoid", "hinge", "ipo")
 
@@ -100,28 +101,6 @@ class DPOModel(HuggingFaceModel):
     def update_metric(self, batch: Any, outputs: Any, metric: Metric) -> None:
         """Adds the batch's outputs."""
         metric.update(outputs)
-
-
-class PreferenceAccuracy(Metric):
-    """The share of pairs whose chosen answer has become more probable than the rejected one has."""
-
-    full_state_update = False
-    right: Tensor
-    pairs: Tensor
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.add_state("right", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("pairs", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, outputs: Tensor) -> None:
-        """Adds outputs `(pairs, 2)` of a `DPOModel`."""
-        self.right += (outputs[:, 0] > outputs[:, 1]).sum()
-        self.pairs += len(outputs)
-
-    def compute(self) -> Tensor:
-        """The share."""
-        return self.right / self.pairs
 
 
 def _layers(model: nn.Module) -> Iterator[Any]:
