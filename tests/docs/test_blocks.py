@@ -119,20 +119,10 @@ def run_page(page: str, source: str, capfd: pytest.CaptureFixture[str]) -> None:
             output = run_bash(block)
 
 
-PENDING = """README accelerate callbacks_and_loggers checkpoints data_and_resume export finetuning index
-lightning parallelism performance phases promises quickstart reliability trainer transformers versions
-weights_from_disk"""
-"""Pages whose blocks do not run yet."""
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[pytest.mark.slow] * slow(page))
-        for page in PAGES
-        if Path(page).stem not in PENDING.split()
-    ],
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore:Precision bf16-mixed", "ignore:The number of training batches"
 )
+@pytest.mark.parametrize("page", [pytest.param(p, marks=[pytest.mark.slow] * slow(p)) for p in PAGES])
 def test_every_block_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
