@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from composer_dist import __version__
-from composer_dist.cli import convert, doctor, failures, init, keys, plan, train, verify
+from composer_dist.cli import convert, convert_config, doctor, failures, init, keys, plan, train, verify
 from composer_dist.cli.interrupt import ended_at_once
 
 
@@ -68,4 +68,5 @@ app.command(epilog=plan.EXAMPLES)(ended_at_once(plan.plan))
 app.command(epilog=keys.EXAMPLES)(ended_at_once(keys.keys))
 app.command()(keys.schema)
 app.command(epilog=convert.EXAMPLES)(convert.convert)
+app.command(epilog=convert_config.EXAMPLES)(ended_at_once(convert_config.convert_config))
 app.command(epilog=doctor.EXAMPLES)(doctor.doctor)

@@ -77,13 +77,13 @@ def read_configuration(file: Path, assignments: Sequence[str] = ()) -> Configura
         ConfigurationError: everything that is wrong with it, each with its line and the closest valid key.
     """
     document, problems, run = read_sections(file, assignments)
-    parallelism = _check_sections(document.values, file.parent, problems)
+    parallelism = check_sections(document.values, file.parent, problems)
     problems.settle()
     assert run is not None
     return Configuration(run, file.parent, parallelism, document)
 
 
-def _check_sections(values: dict[str, Any], folder: Path, problems: Problems) -> ParallelismConfig | None:
+def check_sections(values: dict[str, Any], folder: Path, problems: Problems) -> ParallelismConfig | None:
     """Checks what is named by a string: only its own signature knows its arguments."""
     if isinstance(model := values.get("model"), dict):
         _check_model(model, folder, problems)

@@ -1,0 +1,1 @@
+"""Configurations of other libraries become ours: `composer-dist convert-config`."""

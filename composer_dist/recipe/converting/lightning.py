@@ -1,0 +1,128 @@
+"""Files of Lightning's command line, as far as the Fine-Tuning Scheduler's examples use them."""
+
+from typing import Any
+
+from composer_dist.recipe.converting.finetuning_scheduler import convert_callbacks
+from composer_dist.recipe.converting.foreign import Foreign
+
+_PRECISIONS = {
+    "32": "fp32", "32-true": None, "16": "amp_fp16", "16-mixed": "amp_fp16", "bf16": "amp_bf16",
+    "bf16-mixed": "amp_bf16", "bf16-true": None, "16-true": None,
+}  # fmt: skip
+_SCHEDULERS = {"OneCycleLR": "one_cycle"}
+_NAMES = {"torch.optim.AdamW": "adamw", "torch.optim.Adam": "adam", "torch.optim.SGD": "sgd"}
+_FIT = ("limit_train_batches", "limit_val_batches")
+
+
+def convert_lightning(foreign: Foreign) -> None:
+    """What the keys of Lightning's command line become."""
+    foreign.move("seed", "seed_everything")
+    callbacks = "callbacks+" if foreign.get("trainer", "callbacks+") is not None else "callbacks"
+    convert_callbacks(foreign, "trainer", callbacks)
+    _length(foreign)
+    _precision(foreign)
+    _strategy(foreign)
+    if (norm := foreign.take("trainer", "gradient_clip_val")) is not None:
+        kind = foreign.take("trainer", "gradient_clip_algorithm", default="norm")
+        foreign.put({kind: norm}, "trainer.gradient_clipping", "trainer", "gradient_clip_val")
+    for theirs, ours in zip(_FIT, ("train_subset_num_batches", "eval_subset_num_batches"), strict=True):
+        if isinstance(count := foreign.take("trainer", theirs), int):
+            foreign.put(count, f"trainer.{ours}", "trainer", theirs)
+        elif count not in (None, 1.0):
+            foreign.remark("batches are limited by their number, not by a share", "trainer", theirs)
+    for section in ("optimizer", "lr_scheduler"):
+        _named(foreign, section)
+    for section in ("model", "data"):
+        if foreign.get(section) is not None:
+            text = f"write our {section} section: composer-dist keys {section} lists its keys"
+            foreign.drop(text, section, undecided=True)
+    text = "loggers: {tensorboard: {}}, or wandb, mlflow, file, console"
+    foreign.drop(text, "trainer", "logger")
+    foreign.drop("callbacks: {profiler: {}}", "trainer", "profiler")
+
+
+def _length(foreign: Foreign) -> None:
+    for theirs, unit in (("max_epochs", "ep"), ("max_steps", "ba")):
+        if (count := foreign.take("trainer", theirs)) not in (None, -1):
+            foreign.put(f"{count}{unit}", "trainer.max_duration", "trainer", theirs)
+
+
+def _precision(foreign: Foreign) -> None:
+    if (given := foreign.take("trainer", "precision")) is None:
+        return
+    if str(given) not in _PRECISIONS:
+        raise foreign.wrong(f"{given!r} is not one of {', '.join(_PRECISIONS)}", "trainer", "precision")
+    if (ours := _PRECISIONS[str(given)]) is not None:
+        foreign.put(ours, "trainer.precision", "trainer", "precision")
+    elif str(given) != "32-true":
+        foreign.put(
+            {"bf16-true": "bfloat16", "16-true": "float16"}[str(given)], "model.dtype", "trainer", "precision"
+        )
+
+
+def _strategy(foreign: Foreign) -> None:
+    """ModelParallelStrategy by its two sizes, FSDPStrategy and DDPStrategy by name."""
+    path = ("trainer", "strategy")
+    given = foreign.get(*path)
+    if given is None:
+        return
+    name = given if isinstance(given, str) else str(given.get("class_path", "ModelParallelStrategy"))
+    name = name.rpartition(".")[2]
+    args = {} if isinstance(given, str) else dict(given.get("init_args") or {})
+    foreign.take(*path)
+    if name == "ModelParallelStrategy":
+        sizes = {"dp_shard": "data_parallel_size", "tp": "tensor_parallel_size"}
+        mesh = {ours: args.pop(theirs, "auto") for ours, theirs in sizes.items()}
+        if set(mesh.values()) == {"auto"}:
+            text = (
+                "data_parallel_size and tensor_parallel_size are auto: all ranks shard; MeshConfig.auto() is"
+            )
+            foreign.remark(f"{text} tensor parallel within hosts", *path)
+        else:
+            mesh = {key: -1 if size == "auto" else size for key, size in mesh.items()}
+            foreign.put(mesh, "parallelism.mesh", *path)
+            if mesh["tp"] != 1:
+                foreign.put({}, "parallelism.tp", *path)
+    elif name in ("FSDPStrategy", "fsdp"):
+        foreign.put(
+            {"cpu_offload": True} if args.pop("cpu_offload", False) else {}, "parallelism.fsdp2", *path
+        )
+        _classes(foreign, args, *path)
+    elif name.startswith(("DDPStrategy", "ddp")):
+        foreign.put(args or {}, "parallelism.ddp", *path)
+        args = {}
+    else:
+        foreign.remark("choose a strategy: fsdp, hsdp, tp or ddp", *path)
+    for key in args:
+        text = {"save_distributed_checkpoint": "automatic: checkpoints are sharded"}.get(
+            key, "has no counterpart"
+        )
+        foreign.remark(text, *path, "init_args", key, undecided=False)
+
+
+def _classes(foreign: Foreign, args: dict[str, Any], *path: str) -> None:
+    """Classes of modules that FSDPStrategy wraps or recomputes become rules."""
+    rules: list[dict[str, Any]] = list(foreign.ours.get("parallelism", {}).get("rules", []))
+    for theirs, field in (("auto_wrap_policy", "shard"), ("activation_checkpointing_policy", "act_ckpt")):
+        policy = args.pop(theirs, None)
+        classes = (policy.get("init_args") or {}).get("module_classes") if isinstance(policy, dict) else None
+        if classes:
+            names = [f"type:{name}" for name in classes]
+            rules.append({"match": names, field: True if field == "shard" else "composable"})
+        elif policy is not None:
+            foreign.remark("parallelism: {rules: [...]} chooses units", *path, "init_args", theirs)
+    if any("shard" in one for one in rules):
+        rules.append({"match": "", "shard": True})
+    if rules:
+        foreign.put(rules, "parallelism.rules", *path)
+
+
+def _named(foreign: Foreign, section: str) -> None:
+    """An optimizer or scheduler by its class."""
+    given = foreign.take(section)
+    if not isinstance(given, dict) or "class_path" not in given:
+        return
+    name = str(given["class_path"])
+    short = _NAMES.get(name) or _SCHEDULERS.get(name.rpartition(".")[2]) or name
+    ours = "scheduler" if section == "lr_scheduler" else section
+    foreign.put({"name": short, **(given.get("init_args") or {})}, ours, section)
