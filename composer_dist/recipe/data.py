@@ -48,7 +48,7 @@ def datasets(run: Run, tokenizer: Any, folder: Path) -> Datasets:
         case PreferenceData():
             return rows.preferences(run.data, tokenizer, folder)
         case TableData():
-            return rows.table(run.data, tokenizer, run.model.kind == "sequence_classification")
+            return rows.table(run.data, tokenizer, run.model)
         case FunctionData():
             return _of_function(run.data, folder)
 
@@ -60,9 +60,15 @@ def loader(dataset: Dataset[Any], run: Run, tokenizer: Any, folder: Path, *, tra
         ParallelismValueError: there are too few samples for one batch.
     """
     data, samples = run.data, length(dataset)
-    if training and samples is not None and samples < data.batch_size:
+    if training and data.drop_last and samples is not None and samples < data.batch_size:
+        packed = (
+            " (rows are packed into samples of data.context tokens)"
+            if isinstance(data, ChatData) and data.packing
+            else ""
+        )
         raise ParallelismValueError(
-            f"There are only {samples} samples to train on, fewer than one batch of {data.batch_size}."
+            f"There are only {samples} samples to train on{packed}, fewer than one batch of "
+            f"{data.batch_size}. Reduce data.batch_size, or set drop_last: false."
         )
     collate: Any = None
     if isinstance(data, FunctionData) and data.collate is not None:
@@ -73,7 +79,7 @@ def loader(dataset: Dataset[Any], run: Run, tokenizer: Any, folder: Path, *, tra
         collate = PadRows(rows.pad_token(tokenizer))
     options: dict[str, Any] = {
         "global_batch_size": data.batch_size,
-        "drop_last": training,
+        "drop_last": training and data.drop_last,
         "num_workers": data.workers,
         "collate_fn": collate,
         "pin_memory": torch.accelerator.is_available(),

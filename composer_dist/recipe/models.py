@@ -121,11 +121,11 @@ def _hub_model(run: Run, model: HubModel, tokenizer: Any, real: bool) -> Any:
     auto = getattr(transformers, _AUTO[model.kind])
     config = hub_config(model, tokenizer)
     check_kind(model, config)
-    if model.num_labels is not None:
-        config.num_labels = model.num_labels
-    elif model.kind == "sequence_classification" and (labels := classes_of(run.data)):
+    if model.kind == "sequence_classification" and (labels := classes_of(run.data, model)):
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
+    elif model.num_labels is not None:
+        config.num_labels = model.num_labels
     dtype = getattr(torch, model.dtype) if model.dtype else None
     if real and model.pretrained is not None:
         with from_hub("model.pretrained", model.pretrained):

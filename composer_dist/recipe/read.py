@@ -32,6 +32,11 @@ _DATA_OF = {
     "sequence_classification": ("labeled_text", "table", "function"),
     "module": ("function",),
 }
+_METRICS_OF = {
+    "perplexity": ("causal_lm", "masked_lm", "seq2seq_lm"),
+    "token_accuracy": ("causal_lm", "masked_lm", "seq2seq_lm"),
+    "accuracy": ("sequence_classification",),
+}
 _DATA_KINDS = {kind for kinds in _DATA_OF.values() for kind in kinds}
 
 
@@ -171,6 +176,11 @@ def _check_model(model: dict[str, Any], folder: Path, problems: Problems) -> Non
         _check_transformers(model["config"], problems)
     if isinstance(metrics := model.get("metrics"), dict):
         _check_each(("model", "metrics"), named.METRICS, metrics, folder, problems)
+        for name, kinds in _METRICS_OF.items():
+            if name in metrics and model.get("kind") not in kinds:
+                others = [other for other, of in _METRICS_OF.items() if model.get("kind") in of]
+                text = f"a model of kind {model.get('kind')} has no {name}; it has {' and '.join(others)}"
+                problems.add(text, "model", "metrics", name)
     if isinstance(adapter := model.get("adapter"), dict):
         with problems.at("model", "adapter", "method"):
             arguments = {key: value for key, value in adapter.items() if key != "method"}
@@ -185,6 +195,8 @@ def _check_data(data: dict[str, Any], model: Any, folder: Path, problems: Proble
     if kinds and str(data.get("kind")) in _DATA_KINDS.difference(kinds):
         text = f"a model of kind {model['kind']} needs data of kind {' or '.join(kinds)}"
         problems.add(text, "data", "kind")
+    if data.get("kind") == "preferences" and isinstance(model, dict) and model.get("metrics"):
+        problems.add("for data of kind preferences the metric is the PreferenceAccuracy", "model", "metrics")
 
 
 def _check_function(values: dict[str, Any], section: str, folder: Path, problems: Problems) -> None:

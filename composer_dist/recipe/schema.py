@@ -98,6 +98,8 @@ class Data(Section):
     """Samples in a step across all ranks: results do not depend on the number of ranks."""
     shuffle: bool = True
     """Read the samples to train on in another order in each epoch."""
+    drop_last: bool = True
+    """Leave out the last batch of each epoch of training if it has fewer samples."""
     workers: int = Field(0, ge=0, le=1024)
     """Processes of each rank that load data; 0 loads it in the training process."""
 
@@ -263,8 +265,6 @@ class Run(Section):
             raise ValueError(
                 "data of kind preferences needs a model.adapter: the model without it is the reference"
             )
-        if prefers and getattr(self.model, "metrics", None):
-            raise ValueError("for data of kind preferences the metric is the PreferenceAccuracy")
         return self
 
     @field_validator("out", mode="before")

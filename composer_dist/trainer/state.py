@@ -20,6 +20,9 @@ from composer_dist.trainer.speed.throughput import Throughput
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
+WEIGHTS_ONLY = "weights_only"
+"""The key that marks a checkpoint without optimizers."""
+
 
 @dataclass(kw_only=True)
 class State:
@@ -157,3 +160,13 @@ class State:
         else:
             value = at.get(interval.unit).value
         return int(value / interval.value + 1e-9)  # 0.3 / 0.1 is 2.9999999999999996
+
+
+def contents(state: State, run: bool = True, optimizers: bool = True) -> dict[str, Any]:
+    """The contents of a checkpoint, by key; every rank must ask. Without `run`, model and optimizers."""
+    found: dict[str, Any] = {"model": state.model}
+    if optimizers:
+        found |= {f"optimizer{index or ''}": one for index, one in enumerate(state.optimizers)}
+    else:
+        found[WEIGHTS_ONLY] = True
+    return found | (state.remember() if run else {})

@@ -60,7 +60,7 @@ def test_a_stream_resumes_where_it_was(world2: World, tmp_path: Path) -> None:
     lines = ROWS.read_text().splitlines()
     for number in range(2):
         (tmp_path / f"{number}.jsonl").write_text("\n".join(lines[number::2] * 6))
-    options = [f"data.source={tmp_path}/*.jsonl", "data.streaming=true", "scheduler=null", "data.context=96"]
+    options = [f"data.source={tmp_path}/*.jsonl", "data.streaming=true", "scheduler=null", "data.context=128"]
     options += ["checkpoints.interval=3ba"]
     run = EXAMPLE / "chat.yaml"
     whole, _ = world2(trained, run, f"out={tmp_path}/a", "trainer.max_duration=6ba", *options)
@@ -81,6 +81,10 @@ def test_rows_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
     for source in sources:
         assert list(read(source)) == expected
         assert list(read(source, streaming=True)) == expected
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ParallelismValueError, match=r"the files of .*empty.jsonl are empty"):
+        read(f"{tmp_path}/empty.jsonl")
+    assert list(read([f"{tmp_path}/empty.jsonl", str(ROWS)])) == expected
     (tmp_path / "rows.txt").write_text("a")
     with pytest.raises(ParallelismValueError, match=r"\.parquet, \.txt cannot be read together"):
         read([f"{tmp_path}/rows.parquet", f"{tmp_path}/rows.txt"])
@@ -98,6 +102,20 @@ def test_rows_are_held_out_and_padded(tmp_path: Path) -> None:
     assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
     assert torch.equal(batch["labels"] != -100, (batch["labels"] == batch["input_ids"]))
     assert bytes(batch["labels"][0][batch["labels"][0] != -100][:-1].tolist()) == b"It is Paris."
+
+
+def test_the_last_batch_of_an_epoch_is_left_out_unless_asked_for(tmp_path: Path) -> None:
+    options = [f"data.source={ROWS}", "data.packing=false", "data.batch_size=3", f"out={tmp_path}"]
+    for drop_last, expected in ((True, [3, 3]), (False, [3, 3, 2])):
+        run = read_configuration(EXAMPLE / "chat.yaml", [*options, f"data.drop_last={drop_last}"]).run
+        train, _ = datasets(run, tokenizer := byte_tokenizer(), EXAMPLE)
+        batches = loader(train, run, tokenizer, EXAMPLE, training=True).placed(1, 0)
+        assert [len(batch["input_ids"]) for batch in batches] == expected
+    run = read_configuration(EXAMPLE / "chat.yaml", [*options, "data.batch_size=9"]).run
+    with pytest.raises(
+        ParallelismValueError, match="only 8 samples .* Reduce data.batch_size, or set drop_last"
+    ):
+        loader(train, run, tokenizer, EXAMPLE, training=True)
 
 
 def test_what_contradicts_itself_is_refused() -> None:

@@ -12,7 +12,7 @@ from composer_dist.recipe.data import datasets, loader
 from composer_dist.recipe.models import build_model
 from composer_dist.recipe.problems import ConfigurationError
 from composer_dist.recipe.read import read_configuration
-from composer_dist.recipe.schema import TableData
+from composer_dist.recipe.schema import HubModel, TableData
 from composer_dist.recipe.sources.rows import classes_of
 from composer_dist.recipe.tokenizer import byte_tokenizer
 from tests.kit.scripts.recipes import logs_of
@@ -83,19 +83,53 @@ def test_a_table_with_texts_to_write(world1: World, world2: World, tmp_path: Pat
 
 
 def test_classes_of_a_column(tmp_path: Path) -> None:
+    classifier = HubModel(kind="sequence_classification", config=BERT)
     source = str(table(tmp_path))
     data = TableData(kind="table", source=source)
-    assert classes_of(data) == ["bad", "good"]
-    assert classes_of(data.model_copy(update={"classes": ["good", "bad"]})) == ["good", "bad"]
-    with pytest.raises(ParallelismValueError, match="has no column 'l'; it has text, label"):
-        classes_of(data.model_copy(update={"label": "l"}))
+    assert classes_of(data, classifier) == ["bad", "good"]
+    assert classes_of(data.model_copy(update={"classes": ["good", "bad"]}), classifier) == ["good", "bad"]
+    with pytest.raises(ParallelismValueError, match="has no column 'labl'. Did you mean 'label'"):
+        classes_of(data.model_copy(update={"label": "labl"}), classifier)
     with pytest.raises(ParallelismValueError, match=r"give data\.classes"):
-        classes_of(data.model_copy(update={"streaming": True}))
+        classes_of(data.model_copy(update={"streaming": True}), classifier)
+    with pytest.raises(
+        ParallelismValueError, match=r"num_labels is 3, but data\.label has 2 classes: bad, good"
+    ):
+        classes_of(data, classifier.model_copy(update={"num_labels": 3}))
     features = hf.Features({"text": hf.Value("string"), "label": hf.ClassLabel(names=["no", "yes"])})
     hf.Dataset.from_dict({"text": ["a"], "label": [0]}, features=features).save_to_disk(tmp_path / "named")
-    assert classes_of(TableData(kind="table", source=f"{tmp_path}/named")) == ["no", "yes"]
-    hf.Dataset.from_dict({"text": ["a"], "label": [2]}).save_to_disk(tmp_path / "numbers")
-    assert classes_of(TableData(kind="table", source=f"{tmp_path}/numbers")) == ["0", "1", "2"]
+    assert classes_of(TableData(kind="table", source=f"{tmp_path}/named"), classifier) == ["no", "yes"]
+
+
+@pytest.mark.parametrize(("labels", "count", "expected"), [
+    ([0, 2, 2], None, ["0", "1", "2"]),
+    ([1, 2, 3], None, ["1", "2", "3"]),
+    ([-1.0, None, 1.0], None, ["-1", "1"]),
+    ([0, 2], 5, ["0", "1", "2", "3", "4"]),
+    ([0.5, 1.5], 1, None),
+])  # fmt: skip
+def test_classes_of_numbers(labels: Any, count: Any, expected: Any, tmp_path: Path) -> None:
+    model = HubModel(kind="sequence_classification", config=BERT, num_labels=count)
+    hf.Dataset.from_dict({"text": ["a"] * len(labels), "label": labels}).save_to_disk(tmp_path / "numbers")
+    assert classes_of(TableData(kind="table", source=f"{tmp_path}/numbers"), model) == expected
+
+
+def test_numbers_that_are_no_classes_are_named(tmp_path: Path) -> None:
+    model = HubModel(kind="sequence_classification", config=BERT)
+    hf.Dataset.from_dict({"text": ["a"], "label": [0.5]}).save_to_disk(tmp_path / "numbers")
+    with pytest.raises(
+        ParallelismValueError, match=r"no classes.*: 0\.5\. model\.num_labels: 1 trains a regr"
+    ):
+        classes_of(TableData(kind="table", source=f"{tmp_path}/numbers"), model)
+
+
+def test_a_regression_on_numbers(world1: World, tmp_path: Path) -> None:
+    rows = [{"text": f"The {n}", "label": n / 2} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    model = {"kind": "sequence_classification", "config": BERT, "num_labels": 1}
+    data = {"kind": "table", "source": f"{tmp_path}/rows.jsonl", "context": 32, "batch_size": 4}
+    (logs,) = world1(logs_of, configuration(tmp_path, model, data))
+    assert logs["loss/train/total"][-1] < logs["loss/train/total"][0]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -118,4 +152,9 @@ def test_unknown_metrics_and_data_for_another_model_are_named(tmp_path: Path) ->
     with pytest.raises(ConfigurationError) as error:
         read_configuration(file)
     assert "There is no metric 'perplexty'. Did you mean 'perplexity'?" in str(error.value)
+    model["metrics"] = {"accuracy": {}}
+    with pytest.raises(
+        ConfigurationError, match=r"run.yaml:\d+: model.metrics.accuracy: a model of kind causal_lm"
+    ):
+        read_configuration(configuration(tmp_path, model, {"kind": "text", "source": "english"}))
     assert "a model of kind causal_lm needs data of kind text or chat or" in str(error.value)

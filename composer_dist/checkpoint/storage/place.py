@@ -152,3 +152,18 @@ def check_writable(directory: str | os.PathLike[str]) -> None:
         raise CheckpointValueError(
             f"Checkpoints cannot be written to {os.fspath(directory)}: {error.strerror or error}."
         ) from error
+
+
+def check_unused(folder: str, present: str) -> None:
+    """Raise if a folder has checkpoints, besides the one named `present`, which a new run would remove.
+
+    Raises:
+        CheckpointValueError: names the folder and its newest checkpoint.
+    """
+    found = [one for one in place_of(folder).inside() if os.path.basename(one) != present]
+    if found:
+        raise CheckpointValueError(
+            f"{folder} has checkpoints of another run (the newest is {found[0]}), which this new run would "
+            "remove as it saves its own. Save to another folder, continue that run with autoresume=True, or "
+            "pass CheckpointSaver(overwrite=True)."
+        )

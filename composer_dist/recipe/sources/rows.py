@@ -5,9 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from composer_dist.distributed import process_group
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.recipe.other_libraries.failures import blaming
-from composer_dist.recipe.schema import ChatData, PreferenceData, RowData, Source, TableData
+from composer_dist.recipe.schema import (
+    ChatData,
+    HubModel,
+    ModuleModel,
+    PreferenceData,
+    RowData,
+    Source,
+    TableData,
+)
 from composer_dist.recipe.sources.text import files_of, hold_out, library, load
 from composer_dist.trainer import (
     ChatTokenizer,
@@ -16,6 +24,7 @@ from composer_dist.trainer import (
     PreferenceTokenizer,
     TableTokenizer,
 )
+from composer_dist.wording import listed, near_miss
 
 _FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -36,7 +45,9 @@ def read(source: Source, streaming: bool = False) -> Any:
     if len(patterns) == 1 and Path(patterns[0]).is_dir():
         rows = library().load_from_disk(patterns[0])
         return rows.to_iterable_dataset(len(rows.cache_files)) if streaming else rows
-    files = files_of(patterns)
+    files = [file for file in files_of(patterns) if file.stat().st_size]
+    if not files:
+        raise ParallelismValueError(f"data.source: the files of {listed(patterns)} are empty.")
     kinds = {_FORMATS.get(file.suffix) for file in files}
     if len(kinds) > 1 or None in kinds:
         found = ", ".join(sorted({file.suffix for file in files}))
@@ -49,77 +60,121 @@ def read(source: Source, streaming: bool = False) -> Any:
     )
 
 
-def pair(data: RowData) -> tuple[Any, Any]:
-    """The rows to train on, and those to evaluate on or None.
-
-    Raises:
-        ParallelismValueError: they cannot be read, or too many are held out.
-    """
-    rows = read(data.source, data.streaming)
-    if data.held_out:
-        train, held = hold_out(range(len(rows)), data.held_out)
-        return rows.select(train), rows.select(held)
-    return rows, None if data.evaluate is None else read(data.evaluate)
-
-
 def conversations(data: ChatData, tokenizer: Any, folder: Path) -> tuple[Any, ...]:
     """Conversations as tokens with labels, packed if the configuration says so."""
     _set_template(data, tokenizer, folder)
     make = ChatTokenizer(tokenizer, max_length=data.context, loss_on=data.loss_on)
-    return tokenized(data, make, tokenizer, data.packing)
+    rows = tokenized(data, make)
+    if not data.packing:
+        return rows
+    return tuple(None if one is None else _packed(one, data.context, pad_token(tokenizer)) for one in rows)
 
 
 def preferences(data: PreferenceData, tokenizer: Any, folder: Path) -> tuple[Any, ...]:
     """Prompts with a chosen and a rejected answer as tokens with labels."""
     _set_template(data, tokenizer, folder)
-    return tokenized(data, PreferenceTokenizer(tokenizer, max_length=data.context), tokenizer)
+    return tokenized(data, PreferenceTokenizer(tokenizer, max_length=data.context))
 
 
-def table(data: TableData, tokenizer: Any, classes: bool) -> tuple[Any, ...]:
+def table(data: TableData, tokenizer: Any, model: HubModel | ModuleModel) -> tuple[Any, ...]:
     """Texts as tokens, with classes, or with the tokens of texts to write."""
-    names = classes_of(data) if classes else None
-    make = TableTokenizer(tokenizer, text=data.text, label=data.label, classes=names, max_length=data.context)
-    return tokenized(data, make, tokenizer)
+    make = TableTokenizer(
+        tokenizer,
+        text=data.text,
+        label=data.label,
+        classes=classes_of(data, model),
+        writes=model.kind == "seq2seq_lm",
+        max_length=data.context,
+    )
+    return tokenized(data, make)
 
 
-def classes_of(data: Any) -> list[str] | None:
-    """The names of the classes in the data of a run; None if it does not say.
+def classes_of(data: Any, model: HubModel | ModuleModel) -> list[str] | None:
+    """The names of the classes in the data of a run; None if it has none.
+
+    They are `data.classes`, the names that a data set of `datasets` has, the texts in the column in
+    alphabetical order, or its numbers: all from 0 on if there is a 0, otherwise those that there are.
 
     Raises:
-        ParallelismValueError: the table has no such column, or is streamed and names no classes.
+        ParallelismValueError: the table has no such column, its labels are no classes, it is streamed and
+            names no classes, or `model.num_labels` is another number.
     """
-    if not isinstance(data, TableData) or data.classes is not None:
-        return None if getattr(data, "classes", None) is None else list(data.classes)
+    if model.kind != "sequence_classification":
+        return None
+    count, given = model.num_labels, getattr(data, "classes", None)
+    names = _classes(data, count) if given is None and isinstance(data, TableData) else given and list(given)
+    if names is not None and count not in (None, len(names)):
+        raise ParallelismValueError(
+            f"model.num_labels is {count}, but data.label has {len(names)} classes: {listed(names)}. "
+            "Remove num_labels, or name all classes in data.classes."
+        )
+    return names
+
+
+def _classes(data: TableData, count: int | None) -> list[str] | None:
+    """The names of the classes in a column; None for the numbers that a regression learns."""
     rows = read(data.source, data.streaming)
     features = rows.features or {}
     if (names := getattr(features.get(data.label), "names", None)) is not None:
         return list(names)
+    if count == 1:
+        return None
     if data.streaming:
-        raise ParallelismValueError("data.streaming does not read all labels before: give data.classes.")
+        raise ParallelismValueError("data.streaming reads no labels before training: give data.classes.")
     if data.label not in features:
-        raise ParallelismValueError(f"The table has no column {data.label!r}; it has {', '.join(features)}.")
-    found = rows.unique(data.label)
-    if all(isinstance(one, int) for one in found):
-        return [str(number) for number in range(max(found) + 1)]
-    if not all(isinstance(one, str) for one in found):
-        raise ParallelismValueError(f"data.label: the column {data.label!r} has neither names nor numbers.")
-    return sorted(found)
+        near = near_miss(data.label, list(features))
+        raise ParallelismValueError(
+            f"data.label: the table has no column {data.label!r}.{near} Its columns: {', '.join(features)}."
+        )
+    labels = [one for one in rows.unique(data.label) if one is not None and one == one]
+    if labels and all(isinstance(one, str) for one in labels):
+        return sorted(labels)
+    whole = (isinstance(one, int) or (isinstance(one, float) and one.is_integer()) for one in labels)
+    if not labels or not all(whole):
+        raise ParallelismValueError(
+            f"data.label: the values of column {data.label!r} are no classes, which are texts or whole "
+            f"numbers: {listed(labels) or 'it is empty'}. model.num_labels: 1 trains a regression on numbers."
+        )
+    numbers = sorted(map(int, labels))
+    if count is not None and numbers[0] >= 0 and numbers[-1] < count:
+        return [str(number) for number in range(count)]
+    if numbers[0] == 0 and numbers[-1] < len(rows):
+        return [str(number) for number in range(numbers[-1] + 1)]
+    return [str(number) for number in numbers]
 
 
-def tokenized(data: RowData, make: Any, tokenizer: Any, packing: bool = False) -> tuple[Any, ...]:
-    """What a `RowTokenizer` makes of the rows to train on and to evaluate on.
+def tokenized(data: RowData, make: Any) -> tuple[Any, Any]:
+    """What a tokenizer makes of the rows to train on, and of those to evaluate on or None.
 
     The first rank of each host tokenizes; the others find the result in the cache of `datasets`.
+
+    Raises:
+        ParallelismValueError: rows cannot be read or tokenized, or too many are held out.
     """
-    rows = pair(data)
-    found: tuple[Any, ...] = ()
+    sources = {"data.source": data.source, "data.evaluate": data.evaluate}
+    found = {
+        key: read(one, data.streaming and key == "data.source")
+        for key, one in sources.items()
+        if one is not None
+    }
+    made: dict[str, Any] = {}
     for first in (True, False):
         with process_group.together("tokenizing the data"):
             if first == (process_group.local_rank() == 0):
-                found = tuple(None if one is None else make.map(one) for one in rows)
-    if not packing:
-        return found
-    return tuple(None if one is None else _packed(one, data.context, pad_token(tokenizer)) for one in found)
+                made = {key: _map(make, rows, f"{key}={sources[key]}") for key, rows in found.items()}
+    train = made["data.source"]
+    if not data.held_out:
+        return train, made.get("data.evaluate")
+    kept, held = hold_out(range(len(train)), data.held_out)
+    return train.select(kept), train.select(held)
+
+
+def _map(make: Any, rows: Any, what: str) -> Any:
+    """What a tokenizer makes of rows; its errors begin with what the rows come from."""
+    try:
+        return make.map(rows)
+    except ParallelismError as error:
+        raise type(error)(f"{what}: {error}") from error
 
 
 def pad_token(tokenizer: Any) -> int:

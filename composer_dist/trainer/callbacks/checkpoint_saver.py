@@ -10,7 +10,14 @@ from typing import Any, Literal
 from composer_dist.checkpoint import PendingSave, save_checkpoint
 from composer_dist.checkpoint.kinds.optimizer_names import parameter_names
 from composer_dist.checkpoint.storage.lock import FolderLock
-from composer_dist.checkpoint.storage.place import check_writable, is_url, place_of, point, remove_older
+from composer_dist.checkpoint.storage.place import (
+    check_unused,
+    check_writable,
+    is_url,
+    place_of,
+    point,
+    remove_older,
+)
 from composer_dist.config.base import require
 from composer_dist.distributed.prepared import state_dict_type
 from composer_dist.distributed.ranks import process_group
@@ -28,11 +35,9 @@ from composer_dist.trainer.events import Every
 from composer_dist.trainer.improvement import Mode
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.signals import EXIT_STATUS, SigtermWatch
-from composer_dist.trainer.state import State
+from composer_dist.trainer.state import State, contents
 
 _log = logging.getLogger("composer_dist")
-WEIGHTS_ONLY = "weights_only"
-"""The key that marks a checkpoint without optimizers."""
 _PATIENCE = 60.0
 """Seconds that training waits for a save in the background that is still written when the next one is due."""
 
@@ -67,10 +72,12 @@ class CheckpointSaver(Callback):
         latest: name of a link in the folder to the newest checkpoint, or of a file with its name if links are
             impossible. None makes none.
         on_sigterm: save and exit on SIGTERM.
+        overwrite: let a new run save to a folder that has checkpoints of another run, and remove them.
 
     Raises:
         ParallelismValueError: the interval, `keep` or `save_top_k` is not positive; a filename that never
             changes, or is in another folder.
+        CheckpointValueError: from `fit`: a new run, and the folder has checkpoints of another one.
         ParallelismKeyError: from `fit`, at its end: nothing has logged `monitor`.
         CheckpointRuntimeError: from `fit`, at its end or after SIGTERM: the last save failed.
     """
@@ -89,6 +96,7 @@ class CheckpointSaver(Callback):
         asynchronous: bool = True,
         latest: str | None = "latest",
         on_sigterm: bool = True,
+        overwrite: bool = False,
     ) -> None:
         self.folder = os.fspath(folder)
         self._every = None if interval is None else Every("interval", interval)
@@ -115,6 +123,7 @@ class CheckpointSaver(Callback):
         self._asynchronous = asynchronous
         self._latest = latest
         self._on_sigterm = on_sigterm
+        self._overwrite = overwrite  # also what this run has saved
         self._sharded = True
         self._sigterm: SigtermWatch | None = None
         self._pending: PendingSave | None = None
@@ -153,6 +162,9 @@ class CheckpointSaver(Callback):
         with process_group.together("the folder of checkpoints"):
             if state.rank == 0:
                 self._take_lock()
+                if not (self._overwrite or state.timestamp.batch):
+                    check_unused(self.folder, self._name(state.timestamp))
+        self._overwrite = True
         for optimizer in state.optimizers:
             parameter_names(state.model, optimizer)  # raises now if it cannot be saved
         if self._every is not None:
@@ -335,13 +347,3 @@ class CheckpointSaver(Callback):
             ) from error
         except ValueError as error:
             raise ParallelismValueError(f"filename={self._filename!r}: {error}.") from error
-
-
-def contents(state: State, run: bool = True, optimizers: bool = True) -> dict[str, Any]:
-    """The contents of a checkpoint, by key; every rank must ask. Without `run`, model and optimizers."""
-    found: dict[str, Any] = {"model": state.model}
-    if optimizers:
-        found |= {f"optimizer{index or ''}": one for index, one in enumerate(state.optimizers)}
-    else:
-        found[WEIGHTS_ONLY] = True
-    return found | (state.remember() if run else {})

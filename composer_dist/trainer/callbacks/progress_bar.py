@@ -62,10 +62,10 @@ class ProgressBar(Callback):
         if self._began is None:
             self._began = self._clock(), state.elapsed_duration(self._at) or 0.0
         if self._due():
-            self._show_training(state)
+            self._show_training(state, self._at)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        self._show_training(state)
+        self._show_training(state, state.timestamp)  # where epochs have no known length, this is one more
         self.close(state, logger)
 
     def eval_start(self, state: State, logger: Logger) -> None:
@@ -119,10 +119,10 @@ class ProgressBar(Callback):
         self._shown = now
         return True
 
-    def _show_training(self, state: State) -> None:
+    def _show_training(self, state: State, now: Timestamp) -> None:
         if not self._display:
             return
-        share = state.elapsed_duration(self._at)
+        share = state.elapsed_duration(now)
         parts = [_where(state, self._at)]
         if (loss := state.metric_values.get("loss/train/total")) is not None:
             parts.append(f"loss {float(loss):.4f}")

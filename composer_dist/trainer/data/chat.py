@@ -4,20 +4,21 @@ The tokens and labels are those of TRL's SFTTrainer. Where a chat template does 
 with `{% generation %}`, they are found by rendering the conversation up to each of them.
 """
 
-import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from composer_dist.config.base import require
-from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError, in_words
+from composer_dist.trainer.data.messages import conversation, read_json, without_empty
 from composer_dist.trainer.data.packing import IGNORED
-from composer_dist.trainer.data.rows import Row, RowTokenizer, Tokens
+from composer_dist.trainer.data.rows import Row, RowTokenizer, Tokens, check_max_length
+from composer_dist.wording import listed
 
+_CHATS = ("conversations", "messages")
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,9 @@ class ChatTokenizer(RowTokenizer):
     """Makes `input_ids` and `labels` of a row; labels are -100 where nothing is to be learned.
 
     A row has `messages` (or `conversations` of `from` and `value`), or `prompt` and `completion`, both
-    strings or both messages, or a text, or `input_ids`. `tools` (a list, or JSON) and `chat_template_kwargs`
-    go to the chat template. Texts and completions that are strings end with the end-of-sequence token.
+    strings or both messages, or a text, or `input_ids`. `tools` and `chat_template_kwargs`
+    go to the chat template. Tables without lists, such as CSV files, hold messages and tools as JSON. Texts
+    and completions that are strings end with the end-of-sequence token.
 
     Args:
         tokenizer: one of transformers'; for messages a fast one with a chat template.
@@ -45,39 +47,58 @@ class ChatTokenizer(RowTokenizer):
     text: str = "text"
 
     def __post_init__(self) -> None:
+        check_max_length(self.max_length)
         if self.loss_on is not None:
             require("loss_on", self.loss_on, ("assistant", "all"))
 
-    def __call__(self, row: Row) -> dict[str, Tokens]:
-        """The tokens and labels of a row.
+    def tokenized(self, row: Row) -> tuple[dict[str, Any], bool]:
+        """The tokens and labels of a row, and whether it is longer than `max_length`.
 
         Raises:
-            ParallelismValueError: the row has none of the known columns, or no turn of the assistant; the
-                chat template is missing, or does not show where the assistant's turns are.
+            ParallelismValueError: the row has none of the known columns, or no turn of the assistant; a
+                message has no role or no content; the chat template is missing, cannot render the row, or
+                does not show where the assistant's turns are.
+            ParallelismTypeError: a column holds values of another type.
         """
         tokens, labels = self._read(row)
-        return {"input_ids": tokens[: self.max_length], "labels": labels[: self.max_length]}
+        if len(tokens) != len(labels):
+            raise ParallelismValueError(
+                f"input_ids has {len(tokens)} tokens, but labels has {len(labels)}; each token needs one."
+            )
+        limit = self.max_length
+        return {"input_ids": tokens[:limit], "labels": labels[:limit]}, len(tokens[:limit]) < len(tokens)
 
     def pairs(self, row: Row, *answers: str) -> list[tuple[Tokens, Tokens]]:
         """The tokens of a row's prompt, and those of each of these columns after it.
 
         An answer begins where the prompt's tokens with it differ from those of the prompt alone.
         """
-        prompt = row["prompt"]
-        if len({isinstance(one, str) for one in (prompt, *(row[name] for name in answers))}) > 1:
-            raise ParallelismTypeError(f"prompt and {' and '.join(answers)} must be strings, or messages.")
-        if isinstance(prompt, str):
-            first = self._encode(prompt)
-            whole = [self._encode(self._ended(prompt + row[name])) for name in answers]
+        names = ("prompt", *answers)
+        if all(isinstance(row[name], str) for name in names):
+            first = self._encode(row["prompt"])
+            whole = [self._encode(self._ended(row["prompt"] + row[name])) for name in answers]
+        elif any(isinstance(row[name], str) for name in names):
+            kinds = ", ".join(f"{name} is a {type(row[name]).__name__}" for name in names)
+            raise ParallelismTypeError(
+                f"{listed(names)} must all be strings, or all lists of messages: {kinds}. If the messages "
+                "already begin with the prompt, remove the column prompt."
+            )
         else:
+            prompt, *ends = (conversation(row[name], name) for name in names)
+            if all(end[: len(prompt)] == prompt for end in ends):
+                raise ParallelismValueError(
+                    f"{listed(answers)} repeat the prompt. Remove the column prompt, or the prompt's "
+                    "messages from the answers."
+                )
             first = self._render(prompt, row, add_generation_prompt=True)["input_ids"]
-            whole = [self._render([*prompt, *row[name]], row)["input_ids"] for name in answers]
+            whole = [self._render([*prompt, *end], row)["input_ids"] for end in ends]
         shared = min(_shared(first, one) for one in whole)
         if shared < len(first):
             warnings.warn(
-                f"A tokenized prompt ends with {self.tokenizer.decode(first[shared:])!r}, which its "
-                f"{answers[0]} changes; the loss begins before that. A chat template that renders the prompt "
-                "alike with and without an answer, or prompts that end between words, avoid that.",
+                f"The prompt's tokens end with {self.tokenizer.decode(first[shared:])!r}, but not when "
+                f"{listed(answers)} follows, so the loss includes this end of the prompt. Use prompts that "
+                "end between words, or a chat template that renders a prompt in the same way with and "
+                "without an answer.",
                 stacklevel=2,
             )
         return [(one[:shared], one[shared:]) for one in whole]
@@ -87,7 +108,8 @@ class ChatTokenizer(RowTokenizer):
             return row["input_ids"], row.get("labels", row["input_ids"])
         if row.get("prompt") is not None and row.get("completion") is not None:
             return self._of_pair(row)
-        if (messages := _messages(row)) is not None:
+        if (name := next((name for name in _CHATS if row.get(name) is not None), None)) is not None:
+            messages = conversation(row[name], name)
             if self.loss_on == "all":
                 tokens = self._render(messages, row)["input_ids"]
                 return tokens, tokens
@@ -107,7 +129,8 @@ class ChatTokenizer(RowTokenizer):
             return tokens, tokens
         labels = [IGNORED] * len(prompt) + completion
         if self.loss_on == "assistant" and not isinstance(row["prompt"], str):
-            _, turns = self._of_turns([*row["prompt"], *row["completion"]], row)
+            both = [one for name in ("prompt", "completion") for one in conversation(row[name], name)]
+            _, turns = self._of_turns(both, row)
             labels = [min(label, turn) for label, turn in zip(labels, turns, strict=True)]
         return tokens, labels
 
@@ -120,9 +143,9 @@ class ChatTokenizer(RowTokenizer):
             tokens, learned = self._by_prefixes(messages, row)
         if not any(learned):
             raise ParallelismValueError(
-                "A conversation has no turn of the assistant, so there is nothing to learn from it: "
-                f"its roles are {', '.join(str(one.get('role')) for one in messages)}. Remove it, or use "
-                "loss_on='all'."
+                "The conversation has no message of the assistant, so there is nothing to learn from it: "
+                f"its roles are {', '.join(one['role'] for one in messages)}. Remove it, or use "
+                "loss_on='all' (in YAML data.loss_on)."
             )
         return tokens, [token if mark else IGNORED for token, mark in zip(tokens, learned, strict=True)]
 
@@ -142,38 +165,46 @@ class ChatTokenizer(RowTokenizer):
     def _turns(self, messages: list[Any], row: Row, whole: str) -> Iterator[tuple[int, int]]:
         """Where in the rendered conversation each of the assistant's turns begins and ends."""
         for number, message in enumerate(messages):
-            if message.get("role") != "assistant":
+            if message["role"] != "assistant":
                 continue
             try:
                 before = self._render(messages[:number], row, tokenize=False)
                 asked = self._render(messages[:number], row, tokenize=False, add_generation_prompt=True)
                 after = self._render(messages[: number + 1], row, tokenize=False)
-            except Exception as error:  # templates raise whatever they like
-                raise _unclear(number, f"cannot render the conversation up to there ({error})") from error
+            except ParallelismValueError as error:
+                why = f"cannot render the conversation up to there ({in_words(error.__cause__ or error)})"
+                raise _unclear(number, why) from error
             if not (after.startswith(before) and whole.startswith(after)):
                 raise _unclear(number, "renders it in another way once the conversation continues")
             yield max(len(before), _shared(asked, after)), len(after)
 
     def _template(self, row: Row) -> str:
+        tools = _tools(row)
         try:
-            template: str = self.tokenizer.get_chat_template(self.chat_template, tools=_tools(row))
+            template: str = self.tokenizer.get_chat_template(self.chat_template, tools=tools)
         except ValueError as error:
             raise ParallelismValueError(
                 "The tokenizer has no chat template, which messages need. Use the tokenizer of a chat model, "
-                "or give chat_template."
+                "or give chat_template (in YAML data.chat_template)."
             ) from error
         return template
 
     def _render(self, messages: Sequence[Any], row: Row, *, tokenize: bool = True, **options: Any) -> Any:
-        return self.tokenizer.apply_chat_template(
-            [_present(one) for one in messages],
-            chat_template=self._template(row),
-            tools=_tools(row),
-            tokenize=tokenize,
-            return_dict=tokenize,
-            **(row.get("chat_template_kwargs") or {}),
-            **options,
-        )
+        template = self._template(row)
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                chat_template=template,
+                tools=_tools(row),
+                tokenize=tokenize,
+                return_dict=tokenize,
+                **(row.get("chat_template_kwargs") or {}),
+                **options,
+            )
+        except Exception as error:  # templates raise whatever they like
+            raise ParallelismValueError(
+                f"The chat template cannot render the messages ({type(error).__name__}: {error})."
+            ) from error
 
     def _encode(self, text: str) -> Tokens:
         tokens: Tokens = self.tokenizer(text)["input_ids"]
@@ -184,25 +215,8 @@ class ChatTokenizer(RowTokenizer):
         return text if end is None or text.endswith(end) else text + end
 
 
-def _messages(row: Row) -> list[Any] | None:
-    if row.get("conversations") is not None:
-        return [
-            {"role": _ROLES.get(one["from"], one["from"]), "content": one["value"]} if "from" in one else one
-            for one in row["conversations"]
-        ]
-    return row.get("messages")
-
-
 def _tools(row: Row) -> Any:
-    tools = row.get("tools")
-    return (json.loads(tools) if isinstance(tools, str) else _present(tools)) or None
-
-
-def _present(value: Any) -> Any:
-    """Without the empty fields that Arrow adds where other rows have some."""
-    if isinstance(value, Mapping):
-        return {key: _present(one) for key, one in value.items() if one is not None or key == "content"}
-    return [_present(one) for one in value] if isinstance(value, list) else value
+    return without_empty(read_json(row.get("tools"), "tools")) or None
 
 
 def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:

@@ -85,8 +85,8 @@ class Reading:
 
 
 _REMEDY = (
-    "Restore the data, or restart the epoch with load_ignore_keys=['data']; a DistributedDataLoader resumes "
-    "on any number of ranks."
+    "Restore the data, or restart the epoch with load_ignore_keys=['data'] (in YAML "
+    "resume.load_ignore_keys); a DistributedDataLoader resumes on any number of ranks."
 )
 
 

@@ -10,7 +10,7 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.data.chat import ChatTokenizer
 from composer_dist.trainer.data.packing import IGNORED
 from composer_dist.trainer.data.padding import PadRows
-from composer_dist.trainer.data.rows import Row, RowTokenizer
+from composer_dist.trainer.data.rows import Row, RowTokenizer, check_max_length
 
 _ANSWERS = ("chosen", "rejected")
 
@@ -33,26 +33,41 @@ class PreferenceTokenizer(RowTokenizer):
     max_length: int | None = None
     chat_template: str | None = None
 
-    def __call__(self, row: Row) -> dict[str, Any]:
-        """The tokens of the prompt with each answer, and labels on the answers.
+    def __post_init__(self) -> None:
+        check_max_length(self.max_length)
+
+    def tokenized(self, row: Row) -> tuple[dict[str, Any], bool]:
+        """The tokens of the prompt with each answer and labels on the answers; whether they are cut.
 
         Raises:
-            ParallelismValueError: a column is missing.
+            ParallelismValueError: a column is missing, or the answers repeat the prompt.
+            ParallelismTypeError: a column holds values of another type.
         """
         if missing := [name for name in _ANSWERS if row.get(name) is None]:
-            raise ParallelismValueError(f"A row of preferences needs {missing[0]}; it has {', '.join(row)}.")
+            raise ParallelismValueError(
+                f"The row has no {missing[0]!r}, which preferences need; it has {', '.join(row)}."
+            )
         row = row if row.get("prompt") is not None else _with_prompt(row)
         made: dict[str, Any] = {}
+        cut = False
         chat = ChatTokenizer(self.tokenizer, chat_template=self.chat_template)
         for name, (prompt, answer) in zip(_ANSWERS, chat.pairs(row, *_ANSWERS), strict=True):
-            made[f"{name}_ids"] = (prompt + answer)[: self.max_length]
+            made[f"{name}_ids"] = tokens = (prompt + answer)[: self.max_length]
             made[f"{name}_labels"] = ([IGNORED] * len(prompt) + answer)[: self.max_length]
-        return made
+            cut = cut or len(tokens) < len(prompt + answer)
+        return made, cut
 
     @staticmethod
     def teaches(made: Row) -> bool:
-        """Whether both answers have a label."""
-        return all(any(label != IGNORED for label in made[f"{name}_labels"]) for name in _ANSWERS)
+        """Whether both answers have a label, and differ."""
+        chosen, rejected = (made[f"{name}_labels"] for name in _ANSWERS)
+        return chosen != rejected and all(
+            any(one != IGNORED for one in labels) for labels in (chosen, rejected)
+        )
+
+    @property
+    def _useless(self) -> str:
+        return f"{super()._useless}, or both answers are the same"
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,8 @@ class StreamingDataLoader:
         if state["num_workers"] != workers:
             raise ParallelismValueError(
                 f"The checkpoint's position is that of {state['num_workers']} workers, but num_workers is "
-                f"{workers}. Restore it, or restart the epoch with load_ignore_keys=['data']."
+                f"{workers}. Restore it, or restart the epoch with load_ignore_keys=['data'] (in YAML "
+                "resume.load_ignore_keys)."
             )
         self.set_epoch(state["epoch"])
         self._state = state["loader"]

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from composer_dist.errors import ParallelismValueError
-from composer_dist.trainer.data.rows import Row, RowTokenizer
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.trainer.data.rows import Row, RowTokenizer, check_max_length
 from composer_dist.wording import listed, near_miss
 
 
@@ -13,14 +13,16 @@ from composer_dist.wording import listed, near_miss
 class TableTokenizer(RowTokenizer):
     """Makes `input_ids` of a column of text and `labels` of another column.
 
-    A label that is a number is a class. One that is a string is the name of a class, if there are `classes`,
-    and otherwise the text that a sequence-to-sequence model learns to write.
+    With `classes`, a label is the name of a class or its number, counted from 0; a number that is also a
+    name, as in `classes=["1", "2", "3"]`, is the name. Without, a string is a text that a
+    sequence-to-sequence model learns to write, and a number is the label itself.
 
     Args:
         tokenizer: one of transformers'.
         text: the column of texts, or two columns whose texts make one sample.
         label: the column of labels.
         classes: their names, in the order of the model's outputs.
+        writes: labels are texts to write, numbers too.
         max_length: cut longer texts.
     """
 
@@ -29,44 +31,65 @@ class TableTokenizer(RowTokenizer):
     text: str | Sequence[str] = "text"
     label: str = "label"
     classes: Sequence[str] | None = None
+    writes: bool = False
     max_length: int | None = None
 
-    def __call__(self, row: Row) -> dict[str, Any]:
-        """The tokens and labels of a row.
+    def __post_init__(self) -> None:
+        check_max_length(self.max_length)
+        if self.writes and self.classes is not None:
+            raise ParallelismValueError(
+                "Labels are either texts to write or classes: pass writes or classes."
+            )
+
+    def tokenized(self, row: Row) -> tuple[dict[str, Any], bool]:
+        """The tokens and labels of a row, and whether its texts are longer than `max_length`.
 
         Raises:
-            ParallelismValueError: a column is missing, or a label is not among the classes.
+            ParallelismValueError: a column or a value is missing, or a label is not among the classes.
+            ParallelismTypeError: a text is neither a string nor a number.
         """
         columns = [self.text] if isinstance(self.text, str) else self.text
-        if missing := [name for name in (*columns, self.label) if name not in row]:
-            known = ", ".join(row)
-            raise ParallelismValueError(f"The table has no column {missing[0]!r}; it has {known}.")
-        made = self._encode(*(row[name] for name in columns))
+        texts = [self._text(row, name) for name in columns]
+        label = self._value(row, self.label)
+        made, cut = self._encode(*texts)
         kept = {name: values for name, values in made.items() if name in ("input_ids", "token_type_ids")}
-        return kept | {"labels": self._labels(row[self.label])}
+        if not self.writes and (self.classes is not None or not isinstance(label, str)):
+            return kept | {"labels": self._class(label)}, cut
+        target, cut_target = self._encode(text_target=str(label))
+        return kept | {"labels": self._ended(target["input_ids"])}, cut or cut_target
 
-    def _labels(self, label: Any) -> Any:
-        if label is None:
+    def _value(self, row: Row, column: str) -> Any:
+        if column not in row:
+            near = near_miss(column, list(row))
             raise ParallelismValueError(
-                f"A row of the table has nothing in column {self.label!r}; remove it."
+                f"The table has no column {column!r}.{near} Its columns: {', '.join(row)}."
             )
-        if not isinstance(label, str):
-            number = int(label) if isinstance(label, bool) else label
-            count = len(self.classes or ())
-            if count and not (isinstance(number, int) and 0 <= number < count):
-                raise ParallelismValueError(
-                    f"The label {label!r} in column {self.label!r} is not the number of a class; there are "
-                    f"{count}, from 0: {listed(self.classes or ())}."
-                )
-            return number
+        value = row[column]
+        if value is None or value != value:  # a float that is not a number is an empty cell
+            raise ParallelismValueError(f"Column {column!r} is empty. Remove the row.")
+        return value
+
+    def _text(self, row: Row, column: str) -> str:
+        value = self._value(row, column)
+        if not isinstance(value, str | int | float):
+            raise ParallelismTypeError(f"Column {column!r} must hold text, not {type(value).__name__}.")
+        return str(value)
+
+    def _class(self, label: Any) -> Any:
+        """The number of a class; without `classes`, the label."""
+        number = int(label) if isinstance(label, float) and label.is_integer() else label
         if self.classes is None:
-            return self._ended(self._encode(text_target=label)["input_ids"])
-        if label not in self.classes:
-            near = near_miss(label, self.classes)
-            raise ParallelismValueError(
-                f"There is no class {label!r}.{near} Classes: {listed(self.classes)}."
-            )
-        return self.classes.index(label)
+            return int(label) if isinstance(label, bool) else label
+        if str(number) in self.classes:
+            return self.classes.index(str(number))
+        named_by_number = all(name.lstrip("-").isdigit() for name in self.classes)
+        if isinstance(number, int) and 0 <= number < len(self.classes) and not named_by_number:
+            return int(number)
+        near = near_miss(label, self.classes) if isinstance(label, str) else ""
+        raise ParallelismValueError(
+            f"The label {label!r} in column {self.label!r} is neither the name nor the number of a class."
+            f"{near} There are {len(self.classes)}, numbered from 0: {listed(self.classes)}."
+        )
 
     def _ended(self, tokens: list[int]) -> list[int]:
         """With the token that ends a text, which not every tokenizer adds."""
@@ -75,6 +98,9 @@ class TableTokenizer(RowTokenizer):
             return tokens
         return [*tokens[: None if self.max_length is None else self.max_length - 1], end]
 
-    def _encode(self, *texts: str, **options: Any) -> Any:
-        cut = {} if self.max_length is None else {"truncation": True, "max_length": self.max_length}
-        return self.tokenizer(*texts, **cut, **options)
+    def _encode(self, *texts: str, **options: Any) -> tuple[Any, bool]:
+        """The tokens, and whether they are cut."""
+        whole = self.tokenizer(*texts, verbose=False, **options)
+        if self.max_length is None or len(whole["input_ids"]) <= self.max_length:
+            return whole, False
+        return self.tokenizer(*texts, truncation=True, max_length=self.max_length, **options), True

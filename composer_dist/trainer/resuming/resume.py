@@ -22,14 +22,14 @@ from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
 from composer_dist.files.read import file_system
 from composer_dist.trainer.callbacks import Callback
-from composer_dist.trainer.callbacks.checkpoint_saver import WEIGHTS_ONLY, CheckpointSaver, contents
+from composer_dist.trainer.callbacks.checkpoint_saver import CheckpointSaver
 from composer_dist.trainer.clock import check_keys
 from composer_dist.trainer.data.position import check_position
 from composer_dist.trainer.data.randomness import generator_states, set_generator_states
 from composer_dist.trainer.loop import TrainingLoop
 from composer_dist.trainer.resuming.ignored import Ignored
 from composer_dist.trainer.resuming.settings import Options, Source, compare, settings_of
-from composer_dist.trainer.state import State
+from composer_dist.trainer.state import WEIGHTS_ONLY, State, contents
 from composer_dist.wording import listed
 
 

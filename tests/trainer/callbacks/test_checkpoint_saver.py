@@ -9,18 +9,19 @@ import pytest
 import torch.distributed as dist
 
 from composer_dist import FSDP2Config
-from composer_dist.checkpoint import load_checkpoint
-from composer_dist.errors import ParallelismValueError
+from composer_dist.checkpoint import load_checkpoint, save_checkpoint
+from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.trainer import CheckpointSaver, DistributedDataLoader, Trainer
+from composer_dist.trainer.state import contents
 from tests.kit.compare import equal, weights
 from tests.kit.training import classifier, points, quiet
 from tests.kit.world import World
 
 
-def trainer(saver: CheckpointSaver, **options: Any) -> Trainer:
+def trainer(*savers: CheckpointSaver, **options: Any) -> Trainer:
     options.setdefault("parallelism_config", "fsdp" if dist.is_initialized() else None)
     loader = DistributedDataLoader(points(16), global_batch_size=4, shuffle=True)
-    options = {"max_duration": "2ep", "callbacks": saver, "seed": 1, "device": "cpu"} | options
+    options = {"max_duration": "2ep", "callbacks": savers, "seed": 1, "device": "cpu"} | options
     return quiet(classifier(), train_dataloader=loader, **options)[0]
 
 
@@ -67,6 +68,29 @@ def test_retention_counts_what_a_process_before_has_saved(tmp_path: Path, asynch
     (tmp_path / "notes.txt").write_text("mine")
     trainer(saver(), resume=True).fit(duration="1ba")
     assert names(tmp_path) == ["ep1-ba4", "ep1-ba5", "ep1-ba6", "notes.txt"]
+
+
+@pytest.mark.promise(100)
+def test_a_new_run_keeps_the_checkpoints_of_another_one(tmp_path: Path) -> None:
+    first = trainer(CheckpointSaver(tmp_path, "1ba"), max_duration="2ba")
+    first.fit()
+    first.fit(duration="1ba")  # the same run
+    before = names(tmp_path)
+    second = trainer(CheckpointSaver(tmp_path, "1ba"), max_duration="1ba")
+    with pytest.raises(
+        CheckpointValueError, match=r"has checkpoints of another run \(the newest is .*ep0-ba3"
+    ):
+        second.fit()
+    assert names(tmp_path) == before
+    trainer(CheckpointSaver(tmp_path, "1ba", keep=1, overwrite=True), max_duration="1ba").fit()
+    assert names(tmp_path) == ["ep0-ba1"]
+
+
+@pytest.mark.promise(100)
+def test_a_run_that_was_saved_before_its_first_batch_continues(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "ep0-ba0", contents(trainer().state))  # what SIGTERM saves
+    trainer(CheckpointSaver(tmp_path, "1ba", keep=1), resume=True, max_duration="1ba").fit()
+    assert names(tmp_path) == ["ep0-ba1"]
 
 
 def test_a_checkpoint_has_all_of_the_run(tmp_path: Path) -> None:

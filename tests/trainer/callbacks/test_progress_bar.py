@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -97,3 +98,12 @@ class Mine(ProgressBar):
 def test_a_subclass_stands_for_the_bar() -> None:
     trainer, _ = quiet(callbacks=[Mine(stream=io.StringIO())], progress_bar=True)
     assert [type(one) for one in trainer.callbacks if isinstance(one, ProgressBar)] == [Mine]
+
+
+def test_a_finished_run_of_unknown_length_shows_all_of_it() -> None:
+    class Stream:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(loader())
+
+    lines = shown(io.StringIO(), max_duration="2ep", train_dataloader=Stream())
+    assert re.fullmatch(r".* train 100%  epoch 2/2  batch 3  loss .*", lines[-1])

@@ -1,5 +1,6 @@
 """Conversations as tokens and labels: those of TRL's SFTTrainer."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import ChatTokenizer, PackedDataset, PadRows
 from tests.kit.chat import CONVERSATIONS, MARKED, PAIRS, UNMARKED, chat_tokenizer
 
-pytestmark = pytest.mark.promise(124)
+pytestmark = [pytest.mark.promise(124), pytest.mark.filterwarnings("ignore:.* rows (is|are) longer than")]
 IGNORED = -100
 CHATS = [CONVERSATIONS[:2], CONVERSATIONS[2:]]
 TEXTS = [{"text": "Once upon a time."}, {"text": "The end.<eos>"}]
@@ -62,7 +63,14 @@ def test_tokens_and_labels_are_those_of_trl(rows: Any, loss_on: Any, length: int
     tokenizer = chat_tokenizer()
     assistant = loss_on == "assistant" or ("messages" in rows[0] and loss_on is None)
     theirs = of_trl(rows, tokenizer, assistant=assistant, length=length)
-    ours = ChatTokenizer(tokenizer, loss_on=loss_on, max_length=length).map(rows)
+    make = ChatTokenizer(tokenizer, loss_on=loss_on, max_length=length)
+    if not theirs:
+        with pytest.raises(
+            ParallelismValueError, match=r"None of 1 rows is left: the first 40 tokens .*Raise"
+        ):
+            make.map(rows)
+        return
+    ours = make.map(rows)
     assert [[row["input_ids"], row["labels"]] for row in ours] == [
         [row["input_ids"], row["labels"]] for row in theirs
     ]
@@ -137,18 +145,79 @@ def test_conversations_of_from_and_value() -> None:
     assert learned(tokenizer, ChatTokenizer(tokenizer)(row)) == ["Hello.<|im_end|>"]
 
 
+def test_messages_as_json_and_with_other_names_of_roles() -> None:
+    tokenizer = chat_tokenizer()
+    make = ChatTokenizer(tokenizer)
+    for row in CONVERSATIONS:
+        assert make(row | {"messages": json.dumps(row["messages"])}) == make(row)
+    renamed = [{"human": "user", "gpt": "assistant"}.get(role, role) for role in ("system", "human", "gpt")]
+    messages = [{"role": role, "content": role} for role in ("system", "human", "gpt")]
+    expected = [one | {"role": role} for one, role in zip(messages, renamed, strict=True)]
+    assert make({"messages": messages}) == make({"messages": expected})
+    with pytest.warns(UserWarning, match="The role 'bot' is not one of system, developer, user, assistant"):
+        make({"messages": [*expected, {"role": "bot", "content": "!"}]})
+
+
+def test_errors_name_the_row_and_warnings_count_rows() -> None:
+    from datasets import Dataset, IterableDataset
+
+    tokenizer = chat_tokenizer()
+    rows = [*CONVERSATIONS[:2], {"messages": CONVERSATIONS[0]["messages"][:1]}]
+    named = r"Row 2 \(\{'messages': .*capital of France.* has no message of the assistant"
+    for data in (rows, Dataset.from_list(rows)):
+        with pytest.raises(ParallelismValueError, match=named):
+            ChatTokenizer(tokenizer).map(data)
+    stream = ChatTokenizer(tokenizer).map(Dataset.from_list(rows).to_iterable_dataset())
+    with pytest.raises(
+        ParallelismValueError, match=r"A row \(\{'messages'.* has no message of the assistant"
+    ):
+        list(stream)
+    long = [CONVERSATIONS[1], {"prompt": "a" * 50, "completion": "b"}]
+    with pytest.warns(UserWarning, match=r"1 of 2 rows is left out: the first 50 tokens of"):
+        assert len(ChatTokenizer(tokenizer, max_length=50).map(long)) == 1
+    with (
+        pytest.warns(
+            UserWarning, match=r"Rows longer than 50 tokens \(max_length, in YAML data.context\) are cut"
+        ),
+        pytest.warns(UserWarning, match=r"Rows are left out: the first 50 tokens of"),
+    ):
+        assert (
+            len(
+                list(
+                    ChatTokenizer(tokenizer, max_length=50).map(
+                        Dataset.from_list(long[1:]).to_iterable_dataset()
+                    )
+                )
+            )
+            == 0
+        )
+    for empty in ([], Dataset.from_list([]), IterableDataset.from_generator(lambda: iter(()))):
+        with pytest.raises(ParallelismValueError, match="The data has no rows"):
+            ChatTokenizer(tokenizer).map(empty)
+    with pytest.raises(ParallelismValueError, match="max_length must be a number of tokens, at least 2"):
+        ChatTokenizer(tokenizer, max_length=0)
+
+
 FORGETFUL = UNMARKED.replace("message.content or ''", "message.content if loop.last else '...'")
 
 
 @pytest.mark.parametrize(("template", "row", "message"), [
     (MARKED, {"question": "?"}, "needs messages, prompt and completion, text, or input_ids; it has question"),
-    (MARKED, {"messages": CONVERSATIONS[0]["messages"][:1]}, "no turn of the assistant.*its roles are user"),
+    (MARKED, {"messages": CONVERSATIONS[0]["messages"][:1]}, "no message of the assistant.*its roles are us"),
+    (MARKED, {"messages": []}, "messages is empty"),
+    (MARKED, {"messages": "[{"}, "messages is a string that is not valid JSON: Expecting property name"),
+    (MARKED, {"messages": ["Hi"]}, "messages must be a list of messages, each with a role and a content"),
+    (MARKED, {"messages": [{"content": "Hi"}]}, "Message 0 of messages has no role; it has content"),
+    (MARKED, {"conversations": [{"from": "gpt"}]}, "Message 0 of conversations, of role 'assistant', has no"),
+    (MARKED, CONVERSATIONS[0] | {"tools": "[{"}, "tools is a string that is not valid JSON"),
+    (MARKED, {"input_ids": [1, 2], "labels": [1]}, "input_ids has 2 tokens, but labels has 1"),
+    ("{{ missing.content }}", CONVERSATIONS[0] | {"loss": 0}, "cannot render the messages .Undef"),
     (None, CONVERSATIONS[0], "no chat template, which messages need"),
     (FORGETFUL, CONVERSATIONS[1], r"message 2 the assistant wrote is not clear.*once the conversation cont"),
     ("{{ messages[1].content }}", CONVERSATIONS[0], "message 1 .* cannot render the conversation up to ther"),
 ])  # fmt: skip
 def test_rows_that_teach_nothing_are_named(template: Any, row: Any, message: str) -> None:
-    with pytest.raises(ParallelismValueError, match=message):
+    with pytest.raises((ParallelismValueError, ParallelismTypeError), match=message):
         ChatTokenizer(chat_tokenizer(template))(row)
 
 
@@ -156,7 +225,10 @@ def test_options_and_rows_that_cannot_be_used() -> None:
     tokenizer = chat_tokenizer()
     with pytest.raises(ParallelismValueError, match="loss_on must be one of 'assistant', 'all', not 'user'"):
         ChatTokenizer(tokenizer, loss_on="user")  # type: ignore[arg-type]
-    with pytest.raises(ParallelismTypeError, match="must be strings, or messages"):
+    with pytest.raises(
+        ParallelismTypeError,
+        match="prompt, completion must all be strings, or all lists.*remove the column prompt",
+    ):
         ChatTokenizer(tokenizer)({"prompt": "Hi", "completion": CONVERSATIONS[0]["messages"]})
     from datasets import Dataset
 
@@ -165,6 +237,6 @@ def test_options_and_rows_that_cannot_be_used() -> None:
         row["labels"].index(max(row["labels"], key=lambda x: x != IGNORED))
         for row in ChatTokenizer(tokenizer).map(rows)
     ]
-    with pytest.warns(UserWarning, match="1 of 2 rows are left out: within the greatest length"):
+    with pytest.warns(UserWarning, match="1 of 2 rows is left out: the first .* tokens"):
         kept = ChatTokenizer(tokenizer, max_length=max(starts)).map(rows)
     assert len(kept) == 1

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import PadPreferences, PreferenceTokenizer
 from tests.kit.chat import CONVERSATIONS, chat_tokenizer
 from tests.kit.preferences import PREFERENCES, of_trl
 
-pytestmark = pytest.mark.promise(125)
+pytestmark = [pytest.mark.promise(125), pytest.mark.filterwarnings("ignore:.* rows (is|are) longer than")]
 MESSAGES: list[dict[str, Any]] = [
     {
         "prompt": row["messages"][:-1],
@@ -49,5 +49,18 @@ def test_strings_share_their_beginning_and_rows_lack_no_column() -> None:
     make = PreferenceTokenizer(tokenizer)
     split = make({"chosen": "It is good.", "rejected": "It is bad."})
     assert split == make({"prompt": "It is", "chosen": " good.", "rejected": " bad."})
-    with pytest.raises(ParallelismValueError, match="needs rejected; it has chosen"):
+    with pytest.raises(ParallelismValueError, match="no 'rejected', which preferences need; it has chosen"):
         make({"chosen": "a"})
+
+
+def test_answers_that_repeat_the_prompt_or_are_the_same() -> None:
+    tokenizer = chat_tokenizer()
+    make = PreferenceTokenizer(tokenizer)
+    repeated = MESSAGES[0] | WITHOUT_PROMPT[0]
+    with pytest.raises(ParallelismValueError, match="chosen, rejected repeat the prompt. Remove the column"):
+        make(repeated)
+    with pytest.raises(ParallelismTypeError, match="chosen is a list.*remove the column prompt"):
+        make(MESSAGES[0] | {"prompt": "Hi!"})
+    same = {"prompt": "It is", "chosen": " good.", "rejected": " good."}
+    with pytest.warns(UserWarning, match=r"1 of 2 rows is left out: .*, or both answers are the same"):
+        assert len(make.map([same, same | {"rejected": " bad."}])) == 1

@@ -1,9 +1,11 @@
 """Rows of tables as tokens with classes or texts, and rows of different lengths as a batch."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import PadRows, TableTokenizer
 from tests.kit.chat import chat_tokenizer
 
@@ -14,15 +16,18 @@ def test_classes_are_numbered_and_texts_are_tokenized() -> None:
     tokenizer = chat_tokenizer()
     make = TableTokenizer(tokenizer, classes=["bad", "good"], max_length=4)
     rows = [{"text": "It is good.", "label": "good"}, {"text": "No.", "label": "bad"}]
-    made = make.map(rows)
+    with pytest.warns(UserWarning, match=r"1 of 2 rows is longer than 4 tokens .*data.context"):
+        made = make.map(rows)
     assert [row["labels"] for row in made] == [1, 0]
     assert made[0]["input_ids"] == tokenizer("It is good.")["input_ids"][:4]
     assert TableTokenizer(tokenizer)({"text": "a", "label": True})["labels"] == 1
     writes = TableTokenizer(tokenizer, label="answer")({"text": "2 and 3?", "answer": "5"})
     assert writes["labels"] == [*tokenizer("5")["input_ids"], tokenizer.eos_token_id]
-    with pytest.raises(ParallelismValueError, match="There is no class 'god'. Did you mean 'good'"):
+    with pytest.raises(
+        ParallelismValueError, match="'god' in column 'label' is neither .* Did you mean 'good'"
+    ):
         make({"text": "a", "label": "god"})
-    with pytest.raises(ParallelismValueError, match="has no column 'label'; it has text"):
+    with pytest.raises(ParallelismValueError, match="has no column 'label'. Its columns: text"):
         make({"text": "a"})
 
 
@@ -59,10 +64,37 @@ def test_a_text_to_write_has_an_end() -> None:
     assert (len(cut), cut[-1]) == (3, end)
 
 
-@pytest.mark.parametrize("label", [2, -1, 1.0])
+@pytest.mark.parametrize("label", [2, -1, 1.5])
 def test_a_label_that_is_no_class_is_named(label: float) -> None:
     make = TableTokenizer(chat_tokenizer(), classes=["bad", "good"])
-    with pytest.raises(ParallelismValueError, match=rf"label {label} in column 'label'.*2, from 0: bad"):
+    with pytest.raises(
+        ParallelismValueError,
+        match=rf"label {label} in column 'label' is neither.*are 2, numbered from 0: bad",
+    ):
         make({"text": "a", "label": label})
-    with pytest.raises(ParallelismValueError, match="nothing in column 'label'"):
+    with pytest.raises(ParallelismValueError, match="Column 'label' is empty. Remove the row"):
         make({"text": "a", "label": None})
+
+
+def test_numbers_as_names_of_classes_as_labels_and_as_texts() -> None:
+    tokenizer = chat_tokenizer()
+    from_one = TableTokenizer(tokenizer, classes=["1", "2", "3"])
+    assert [from_one({"text": "a", "label": label})["labels"] for label in (1, "2", 3.0)] == [0, 1, 2]
+    with pytest.raises(ParallelismValueError, match="label 0 in column 'label' is neither"):
+        from_one({"text": "a", "label": 0})
+    assert TableTokenizer(tokenizer)({"text": 7, "label": 0.5})["labels"] == 0.5
+    writes = TableTokenizer(tokenizer, writes=True)
+    assert writes({"text": 7, "label": 12}) == TableTokenizer(tokenizer)({"text": "7", "label": "12"})
+    with pytest.raises(ParallelismValueError, match="pass writes or classes"):
+        TableTokenizer(tokenizer, writes=True, classes=["a"])
+
+
+@pytest.mark.parametrize(("row", "message"), [
+    ({"text": None, "label": 1}, "Column 'text' is empty. Remove the row"),
+    ({"text": "a", "label": float("nan")}, "Column 'label' is empty. Remove the row"),
+    ({"text": ["a"], "label": 1}, "Column 'text' must hold text, not list"),
+    ({"txt": "a", "label": 1}, "no column 'text'. Did you mean 'txt'"),
+])  # fmt: skip
+def test_cells_that_cannot_be_used_are_named(row: Any, message: str) -> None:
+    with pytest.raises((ParallelismValueError, ParallelismTypeError), match=message):
+        TableTokenizer(chat_tokenizer())(row)
