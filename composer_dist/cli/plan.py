@@ -15,7 +15,7 @@ Examples:
   composer-dist plan path/to/model --world-size 8 --device-memory 80GiB --batch 1x8192
   composer-dist plan path/to/model --world-size 8 --device-memory 80GiB --batch 8x8192 --suggest
   composer-dist plan pretrain.yaml --world-size 1024 --html report.html
-  composer-dist plan package.module:function --world-size 64 --config parallelism.yaml --json
+  composer-dist plan models.py:function --world-size 64 --config parallelism.yaml --json
 
 Exit status: 0 if it fits or no memory is given, 1 if it does not, 2 if the call is wrong.
 """
@@ -24,7 +24,10 @@ Exit status: 0 if it fits or no memory is given, 1 if it does not, 2 if the call
 def plan(
     model: Annotated[
         str,
-        typer.Argument(help="A model directory, a config.json, a run's YAML, or package.module:function."),
+        typer.Argument(
+            help="A model directory, a config.json, a run's YAML, or a function: file.py:name or "
+            "package.module:name."
+        ),
     ],
     world_size: Annotated[int, typer.Option("--world-size", min=1, help="How many ranks.")] = 1,
     device_memory: Annotated[

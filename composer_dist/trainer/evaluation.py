@@ -34,6 +34,8 @@ from composer_dist.trainer.step import measure, total_loss
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
+    from composer_dist.composer_model import ComposerModel
+
 
 RunEvent = Callable[[Event], None]
 
@@ -104,9 +106,17 @@ def check_metrics(metrics: Mapping[str, Metric]) -> None:
     """Raises if some have no values to start from."""
     if empty := [name for name, metric in metrics.items() if _is_on_meta(metric)]:
         raise ParallelismValueError(
-            f"The metrics {', '.join(empty)} were made on the meta device (inside init_context), so they "
-            "have no values to start from. Make them inside of `with torch.device('cpu'):`."
+            "Metrics were made on the meta device (inside init_context), so they have no values to start "
+            f"from: {', '.join(empty)}. Make them inside of `with torch.device('cpu'):`."
         )
+
+
+def checked(evaluators: Sequence[Evaluator], model: ComposerModel) -> Sequence[Evaluator]:
+    """The evaluators; raises on all ranks if the model lacks a metric, or one has no values to start from."""
+    with Agreement().together("the metrics"):
+        for one in evaluators:
+            check_metrics(one.chosen(model.get_metrics(is_train=False)))
+    return evaluators
 
 
 def fresh_metrics(metrics: Mapping[str, Metric], device: torch.device) -> dict[str, Metric]:

@@ -27,7 +27,7 @@ from composer_dist.trainer.callbacks import Callback, CheckpointSaver, LRMonitor
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.data.randomness import use_deterministic_algorithms
 from composer_dist.trainer.data.sampling import batch_size, check_sampler, placed
-from composer_dist.trainer.evaluation import Evaluator, Timetable, as_evaluators, evaluate, predict
+from composer_dist.trainer.evaluation import Evaluator, Timetable, as_evaluators, checked, evaluate, predict
 from composer_dist.trainer.events import Event
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.loggers.destination import LoggerDestination
@@ -188,7 +188,7 @@ class Trainer:
         self._loop = TrainingLoop(self.state, self.logger, options, replicas, self.run_event, self._evaluate)
         if train_dataloader is not None:
             self._read(train_dataloader)
-        for one in self._evaluators:  # now, and not after the first epoch
+        for one in checked(self._evaluators, model):  # now, and not after the first epoch
             self._placed(one.dataloader, "evaluate")
         settings = {
             "world_size": self.state.world_size,

@@ -142,8 +142,11 @@ def test_evaluators_that_cannot_be_told_apart_or_do_nothing_are_refused() -> Non
     for options in ({"label": "train"}, {"label": "a/b"}, {"subset": 0}, {"interval": "0ba"}):
         with pytest.raises(ParallelismError):
             Evaluator(**({"label": "one", "dataloader": loader()} | options))
-    trainer, _ = quiet(eval_dataloader=Evaluator("one", loader(), metrics=["Recall"]))
     with pytest.raises(ParallelismError, match="one: the model has no metric Recall; it has MulticlassAcc"):
-        trainer.eval()
+        quiet(eval_dataloader=Evaluator("one", loader(), metrics=["Recall"]))
+    with torch.device("meta"):
+        empty = MulticlassAccuracy(num_classes=4)
+    with pytest.raises(ParallelismError, match="no values to start from: hits"):
+        quiet(classifier(val_metrics={"hits": empty}), eval_dataloader=loader())
     with pytest.raises(ParallelismValueError, match="needs an eval_dataloader"):
         quiet()[0].eval()

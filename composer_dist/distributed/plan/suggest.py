@@ -112,7 +112,7 @@ def suggest(
     fitting, best = search.fitting(found), None
     if fitting:
         least = _AS_FAST * min(one.seconds for one in fitting)
-        best = min((one for one in fitting if one.seconds <= least), key=lambda one: one.memory.peak)
+        best = min((one for one in fitting if one.seconds <= least), key=_needed)
     settled = best is not None and bool(search.fsdp2.cpu_offload or not best.offloads)
     return Suggestion(
         device_memory=device_memory,
@@ -120,6 +120,11 @@ def suggest(
         frontier=frontier_of(found),
         advice=() if settled else tuple(_advice(search)),
     )
+
+
+def _needed(found: Proposal) -> tuple[int, int]:
+    """Memory of the host, where replicas would each hold the whole model, and then of the device."""
+    return (found.memory.host if found.offloads else 0), found.memory.peak
 
 
 def _in_bfloat16(base: ParallelismConfig, structure: Structure) -> ParallelismConfig:

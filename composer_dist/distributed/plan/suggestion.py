@@ -82,7 +82,8 @@ class Suggestion:
     device_memory: int
     """Bytes of one device."""
     best: Proposal | None
-    """The fastest that fits; of those within 1% of it, the one that needs the least memory."""
+    """The fastest that fits; of those within 1%, the one that needs the least memory (first of the host,
+    if it offloads)."""
     frontier: tuple[Proposal, ...]
     """Those that no other one beats in both time and memory, whether or not they fit, fastest first."""
     advice: tuple[Advice, ...] = ()

@@ -109,7 +109,8 @@ def test_steps_are_traced_once_for_all_meshes_and_not_at_all_for_what_holds_too_
     assert len(seen) == 3
     held = plan_parallelism(model(), FSDP2Config(), world_size=4, optimizer="AdamW").memory()
     seen.clear()
-    assert best_of(asked(held.peak - 1, batch=(1, 2))).offloads
+    offloaded = best_of(asked(held.peak - 1, batch=(1, 2)))
+    assert (offloaded.offloads, offloaded.plan.mesh["dp_replicate"]) == (True, 1)  # hosts hold the model once
     assert all(any(unit.offload for unit in plan.units) for plan in seen[:3])
 
 
