@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Nothing here downloads a model or a data set.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test test-all browser zoo fuzz chaos lint format types bench accuracy docs floors reference clean distclean
+.PHONY: help demo test test-all browser zoo fuzz chaos lint format types bench accuracy docs package floors reference clean distclean
 
 help:
 	@echo "make demo      train, fine-tune with LoRA, export and reload a small model on two processes"
@@ -24,6 +24,7 @@ help:
 	@echo "               TORCH=2.15.0 runs them with that version, in .venv-2.15.0"
 	@echo "make lint      ruff, the floors of the house, the reference (format: apply ruff);  make types: mypy"
 	@echo "make bench     the benchmarks;  make accuracy: docs/accuracy.md;  make docs: the documentation, into site/ (floors, reference: what is generated in it)"
+	@echo "make package   the wheel and the sdist, into dist/; each is installed into an empty environment and used there"
 	@echo "make clean     remove what these made, all but .venv (distclean: .venv too)"
 
 $(BIN)/pip:
@@ -91,6 +92,9 @@ accuracy: $(VENV)/.dev
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+package:
+	PYTHON=$(PYTHON) .ci/package
 
 # Draws the floors of docs/architecture.md from the imports.
 floors: $(VENV)/.dev

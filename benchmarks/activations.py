@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from rounds import add_device, choose_device
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -72,7 +73,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     for name, default in {"layers": 4, "hidden": 512, "rows": 4, "length": 512, "rounds": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    add_device(parser)
     args = parser.parse_args()
+    choose_device(parser, args.device)
     process_group.init(reuse=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens = torch.randint(512, (args.rows, args.length), device=device)

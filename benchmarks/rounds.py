@@ -40,6 +40,28 @@ def device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """The option that says where to measure."""
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs if there are any"
+    )
+
+
+def choose_device(parser: argparse.ArgumentParser, name: str, ranks: int = 1) -> None:
+    """Hide the GPUs if the CPU is asked for; else check that each rank has one, if they are used."""
+    if name == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return
+    found = torch.cuda.device_count()
+    if name == "cuda" and not found:
+        built = torch.version.cuda or "no CUDA"
+        parser.error(f"--device cuda: torch {torch.__version__} (built for {built}) finds no GPU here.")
+    if 0 < found < ranks:
+        parser.error(
+            f"{ranks} ranks need {ranks} GPUs, and {found} were found: pass fewer --ranks, or --device cpu."
+        )
+
+
 def timed(body: Callable[[], object], made: int = 0) -> Figures:
     """Seconds of the slowest rank, those of processor time of all ranks together, and the peak memory.
 
@@ -90,7 +112,9 @@ def play(
     parser.add_argument("--only", nargs="+", metavar="CONTENDER", help="these alone, as the table names them")
     parser.add_argument("--folder", type=Path, default=tempfile.gettempdir(), help="where files are written")
     parser.add_argument("--json", type=Path, help="where to write the figures")
+    add_device(parser)
     arguments = parser.parse_args()
+    choose_device(parser, arguments.device, max(arguments.ranks))
     if NAMES in os.environ:
         perform({name: contenders[name] for name in json.loads(os.environ[NAMES])}, arguments)
         return
