@@ -164,7 +164,8 @@ class ChatData(RowData):
     loss_on: Literal["assistant", "all"] | None = None
     """null: the assistant's turns of `messages`, the `completion` after a `prompt`, and all of a text."""
     chat_template: str | None = None
-    """A file with a chat template, in place of the tokenizer's; saved with the model."""
+    """A file beside the configuration, with a chat template in place of the tokenizer's; it is saved with the
+    model."""
 
 
 class PreferenceData(RowData):
@@ -172,7 +173,8 @@ class PreferenceData(RowData):
 
     kind: Literal["preferences"]
     chat_template: str | None = None
-    """A file with a chat template, in place of the tokenizer's; saved with the model."""
+    """A file beside the configuration, with a chat template in place of the tokenizer's; it is saved with the
+    model."""
 
 
 class TableData(RowData):

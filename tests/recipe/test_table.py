@@ -118,7 +118,7 @@ def test_numbers_that_are_no_classes_are_named(tmp_path: Path) -> None:
     model = HubModel(kind="sequence_classification", config=BERT)
     hf.Dataset.from_dict({"text": ["a"], "label": [0.5]}).save_to_disk(tmp_path / "numbers")
     with pytest.raises(
-        ParallelismValueError, match=r"no classes.*: 0\.5\. model\.num_labels: 1 trains a regr"
+        ParallelismValueError, match=r"classes are texts or whole numbers, .* has 0\.5\. model"
     ):
         classes_of(TableData(kind="table", source=f"{tmp_path}/numbers"), model)
 

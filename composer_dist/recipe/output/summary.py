@@ -56,7 +56,8 @@ class RunSummary(Callback):
         if self._began is not None:
             seconds = round(time.monotonic() - self._began)
             clock = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
-            lines.append(f"Trained {state.timestamp.batch - self._first} batches in {clock}.")
+            count = state.timestamp.batch - self._first
+            lines.append(f"Trained {count} batch{'' if count == 1 else 'es'} in {clock}.")
         if self._lowest is not None and state.loss is not None:
             last = float(state.metric_values.get("loss/train/total", state.loss))
             lines.append(f"Training loss: {last:.4f} at the end, {float(self._lowest):.4f} at best.")

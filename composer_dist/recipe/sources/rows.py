@@ -6,7 +6,6 @@ from typing import Any
 
 from composer_dist.distributed import process_group
 from composer_dist.errors import ParallelismError, ParallelismValueError
-from composer_dist.recipe.other_libraries.failures import blaming
 from composer_dist.recipe.schema import (
     ChatData,
     HubModel,
@@ -132,8 +131,8 @@ def _classes(data: TableData, count: int | None) -> list[str] | None:
     whole = (isinstance(one, int) or (isinstance(one, float) and one.is_integer()) for one in labels)
     if not labels or not all(whole):
         raise ParallelismValueError(
-            f"data.label: the values of column {data.label!r} are no classes, which are texts or whole "
-            f"numbers: {listed(labels) or 'it is empty'}. model.num_labels: 1 trains a regression on numbers."
+            f"data.label: classes are texts or whole numbers, but column {data.label!r} has "
+            f"{listed(labels) or 'no values'}. model.num_labels: 1 trains a regression on numbers."
         )
     numbers = sorted(map(int, labels))
     if count is not None and numbers[0] >= 0 and numbers[-1] < count:
@@ -185,8 +184,10 @@ def pad_token(tokenizer: Any) -> int:
 def _set_template(data: ChatData | PreferenceData, tokenizer: Any, folder: Path) -> None:
     """Gives the tokenizer, which is saved with the model, the chat template of the configuration."""
     if data.chat_template is not None:
-        with blaming("data.chat_template"):
-            tokenizer.chat_template = (folder / data.chat_template).read_text()
+        file = folder / data.chat_template
+        if not file.is_file():
+            raise ParallelismValueError(f"data.chat_template: {file} does not exist, or is not a file.")
+        tokenizer.chat_template = file.read_text()
 
 
 def _packed(rows: Any, length: int, pad: int) -> Any:
