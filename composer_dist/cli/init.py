@@ -55,7 +55,7 @@ def init(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
 ) -> None:
-    """Write a first configuration with comments. It runs as it is and downloads nothing."""
+    """Write a first configuration with comments. It runs as is and downloads nothing."""
     if preset not in (known := [str(one) for one in Preset]):
         raise typer.BadParameter(
             f"there is no preset {preset!r}.{near_miss(preset, known)} Presets: {', '.join(known)}.",

@@ -29,7 +29,7 @@ def keys(
         ),
     ] = None,
 ) -> None:
-    """List the keys of a configuration, with their types and defaults, and one line on each."""
+    """List the keys of a configuration, with their types, defaults and a line about each."""
     from composer_dist.recipe.keys import sections
 
     known = sections()

@@ -29,14 +29,15 @@ def plan(
             "package.module:name."
         ),
     ],
-    world_size: Annotated[int, typer.Option("--world-size", min=1, help="How many ranks.")] = 1,
+    world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of ranks.")] = 1,
     device_memory: Annotated[
-        str | None, typer.Option("--device-memory", help="Of one device, such as 80GiB.", show_default=False)
+        str | None,
+        typer.Option("--device-memory", help="Memory of one device, such as 80GiB.", show_default=False),
     ] = None,
     batch: Annotated[
         str | None,
         typer.Option(
-            "--batch", help="Of one rank: sequences and tokens, such as 1x8192.", show_default=False
+            "--batch", help="Batch of one rank, sequences x tokens, such as 1x8192.", show_default=False
         ),
     ] = None,
     config: Annotated[
@@ -44,25 +45,29 @@ def plan(
         typer.Option("--config", help="A YAML file with the parallelism; fsdp by default.", exists=True),
     ] = None,
     precision: Annotated[
-        str | None, typer.Option("--precision", help="Such as amp_bf16.", show_default=False)
+        str | None, typer.Option("--precision", help="Precision, such as amp_bf16.", show_default=False)
     ] = None,
-    optimizer: Annotated[str, typer.Option("--optimizer", help="Such as adamw or sgd.")] = "adamw",
-    topology: Annotated[str, typer.Option("--topology", help="The links: h100 or a100.")] = "h100",
-    device: Annotated[str, typer.Option("--device", help="The rates: h100 or a100.")] = "h100",
-    rank: Annotated[int, typer.Option("--rank", min=0, help="Whose memory.")] = 0,
+    optimizer: Annotated[str, typer.Option("--optimizer", help="Optimizer, such as adamw or sgd.")] = "adamw",
+    topology: Annotated[
+        str, typer.Option("--topology", help="Links between devices: h100 or a100.")
+    ] = "h100",
+    device: Annotated[str, typer.Option("--device", help="Rates of a device: h100 or a100.")] = "h100",
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank whose memory is estimated.")] = 0,
     suggested: Annotated[
         bool,
         typer.Option(
-            "--suggest", help="Search the fastest parallelism that fits; --config says what is decided."
+            "--suggest", help="Search for the fastest parallelism that fits; what --config sets is kept."
         ),
     ] = False,
     html: Annotated[
         Path | None,
-        typer.Option("--html", help="Write a report for the browser.", dir_okay=False, show_default=False),
+        typer.Option(
+            "--html", help="Write a report for a browser to this file.", dir_okay=False, show_default=False
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a model needs on each of many ranks, without a device: units, memory, and whether it fits."""
+    """Estimate units, memory, traffic and time of a model on many ranks, without a device."""
     limit = None if device_memory is None else _bytes(device_memory)
     shape = None if batch is None else _shape(batch)
     say("Searching ..." if suggested else "Planning ...")

@@ -57,7 +57,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done and exit.")] = False,
     launched: Launched = None,
 ) -> None:
-    """Train what a configuration describes."""
+    """Train a model as a configuration describes."""
     debug, given = prepare(context, "train", config, overrides, launched)
     if dry_run:
         say("Planning ...")

@@ -52,8 +52,8 @@ class Files:
                 self.descriptors.append(descriptor)
                 if (here := os.fstat(descriptor).st_size) != size:
                     raise CheckpointValueError(
-                        f"{path} has {here} bytes here, but {size} where its header was read; the ranks "
-                        "must see the same files."
+                        f"{path} has {here} bytes, but {size} are expected: it was truncated or changed, or "
+                        "the ranks see different files."
                     )
             self._stack = self._stack.pop_all()
 
