@@ -77,7 +77,7 @@ def plan(
     from composer_dist.recipe.dry_run import planned
     from composer_dist.wording import human_bytes
 
-    found = planned(model, world_size, config, precision, optimizer)
+    found = _on_gpus(planned(model, world_size, config, precision, optimizer))
     made, step, suggestion = found.plan, shape or found.batch, None
     if suggested:
         suggestion = _suggestion(found, limit, shape or found.share, topology, device)
@@ -113,6 +113,26 @@ def plan(
             typer.echo(f"A rank {verb}: it needs {needed}.{remedy}")
     if fits is False:
         raise typer.Exit(1)
+
+
+def _on_gpus(found: Any) -> Any:
+    """The same plan for GPUs, by whose rates and links it is judged, on a machine without any."""
+    import torch
+
+    from composer_dist.config.mesh import MeshConfig
+    from composer_dist.config.parallelism import resolve_config
+    from composer_dist.distributed import plan_parallelism
+
+    config = resolve_config(found.wishes["config"])
+    mesh = config.mesh
+    if torch.accelerator.is_available() or not isinstance(mesh, MeshConfig) or mesh.device_type:
+        return found
+    wishes = {
+        **found.wishes,
+        "config": dataclasses.replace(config, mesh=dataclasses.replace(mesh, device_type="cuda")),
+    }
+    made = plan_parallelism(found.model, world_size=found.plan.world_size, **wishes)
+    return dataclasses.replace(found, plan=made, wishes=wishes)
 
 
 def _suggestion(found: Any, limit: int | None, share: Any, topology: str, device: str) -> Any:

@@ -239,7 +239,10 @@ class Logits(Tensor):
         return type(other) is Tensor and not other.requires_grad and fits
 
     def _with_rows(self, function: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        shape = function(torch.empty(self.shape, device="meta"), *rest, **kwargs).shape
+        empty = torch.empty(0, device="meta").as_strided(
+            self.shape, [0] * self.ndim
+        )  # no bytes, even in a plan
+        shape = function(empty, *rest, **kwargs).shape
         if shape[-1:] != self.shape[-1:]:
             return None
         return Logits(self._head, self._hidden, shape, self.dtype, self._operations)

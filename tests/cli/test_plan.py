@@ -69,6 +69,21 @@ def test_parallelism_of_a_file_and_an_optimizer_by_name(directory: Path) -> None
     assert json.loads(printed(*options)[1])["how"]["communication"]["count"] == "untraced"
 
 
+def test_without_a_gpu_it_plans_for_gpus(directory: Path) -> None:
+    (directory / "some.yaml").write_text("activation_checkpointing: offload")
+    options = (directory, "--world-size", 2, "--batch", "2x16", "--config", directory / "some.yaml", "--json")
+    offloaded = json.loads(printed(*options)[1])["memory"]
+    (directory / "some.yaml").write_text("{mesh: {device_type: cpu}, activation_checkpointing: offload}")
+    kept = json.loads(printed(*options)[1])["memory"]
+    assert (offloaded["host"] > 0, kept["host"]) == (True, 0)
+    assert offloaded["activations"] < kept["activations"]
+
+
+def test_a_loss_without_logits_has_nothing_on_the_host() -> None:
+    memory = json.loads(printed(PRESETS / "pretrain.yaml", "--world-size", 2, "--json")[1])["memory"]
+    assert (memory["logits"] > 0, memory["host"]) == (True, 0)
+
+
 @pytest.mark.promise(116)
 def test_a_suggestion_is_a_config_that_plan_confirms(directory: Path) -> None:
     options = (directory, "--world-size", 4, "--batch", "2x16", "--device-memory", "1GiB")

@@ -127,6 +127,7 @@ def test_every_block_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # blocks import files of the page, as in a shell there
     run_page(page, (ROOT / page).read_text(), capfd)
 
 
