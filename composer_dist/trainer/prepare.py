@@ -46,7 +46,7 @@ def prepare_model(
     state.device = process_group.device_of_group() if device is None else torch.device(device)
     if mesh is None:
         check_has_values(model)
-        model.to(state.device)
+        model.to(process_group.device_here(state.device))
     elif state.device.type != mesh.device_type:
         if device is not None:
             raise ParallelismValueError(f"device='{device}', but the model is on {mesh.device_type!r}.")

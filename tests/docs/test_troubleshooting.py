@@ -93,6 +93,7 @@ def run_of(preset: str, *overrides: str) -> None:
 
 PRODUCED: dict[str, Callable[[], object]] = {
     "WORLD_SIZE is set, other variables are not": lambda: check_alone({"WORLD_SIZE": "2"}),
+    "The device is not there": lambda: quiet(device="cuda:99"),
     "Unknown key": lambda: run_of("pretrain.yaml", "optimizer.ler=1e-3"),
     "Not a valid duration": lambda: quiet(max_duration="10steps"),
     "No strategy of this name": lambda: resolve_config("fdsp"),

@@ -119,6 +119,7 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         (ParallelismTypeError, "loggers takes a LoggerDestination", {"loggers": Callback()}),
         (ParallelismValueError, "or None, not 'most'", {"device_train_microbatch_size": "most"}),
         (ParallelismValueError, "positive number .* not 0", {"device_train_microbatch_size": 0}),
+        (ParallelismValueError, "'cuda:99' was asked for, but this machine offers", {"device": "cuda:99"}),
         (ParallelismValueError, "'amp_fp8' needs a parallelism_config", {"precision": "amp_fp8"}),
         (ParallelismValueError, "loss_scaling has an effect", {"loss_scaling": LossScaling()}),
         (ParallelismTypeError, "compile is True or .* not 'max'", {"compile": "max"}),
