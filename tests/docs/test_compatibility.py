@@ -33,6 +33,7 @@ def test_the_ranges_are_those_of_the_project() -> None:
     newest = f"{major}.{int(minor) - 1}"
     assert f"{low} to {newest}" in row("torch")
     assert f"torch {low} to {newest}" in INSTALL
+    assert f"| torch | [{low} to {newest}]" in (ROOT / "docs/comparison.md").read_text()
     assert f"{bounds('transformers')[0]} to" in row("transformers")
     assert bounds("peft")[0] in row("peft")
     extras = PROJECT["project"]["optional-dependencies"]
