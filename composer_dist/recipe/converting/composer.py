@@ -145,30 +145,38 @@ def _parallelism(foreign: Foreign) -> None:
 
 def _optimizer(foreign: Foreign) -> None:
     """Composer's decoupled weight decay is torch's, divided by the first learning rate."""
-    given = foreign.take("optimizer", default={})
+    given = foreign.mapping("optimizer")
+    if not given:
+        return
     name = str(given.get("name", "decoupled_adamw")).lower()
-    rest = {key: value for key, value in given.items() if key != "name"}
-    decoupled = {"decoupled_adamw": "adamw", "decoupled_sgdw": "sgd"}
-    if given and name not in {*decoupled, "adam", "adamw", "sgd"}:
+    kinds = {
+        "decoupled_adamw": "adamw",
+        "decoupled_sgdw": "sgd",
+        "adam": "adam",
+        "adamw": "adamw",
+        "sgd": "sgd",
+    }
+    foreign.take("optimizer")
+    if name not in kinds:
         remedy = "choose another, or give a class as package.module.Name; without one it is adamw"
         foreign.remark(f"there is no {name!r} here: {remedy}", "optimizer", "name")
         return
-    if not given:
-        return
-    rate = rest.get("lr", 1e-3 if name == "decoupled_adamw" else None)
-    decay = rest.get("weight_decay", 1e-5 if name == "decoupled_adamw" else 0)
-    if name in decoupled and rate is not None:
+    rest = {key: value for key, value in given.items() if key != "name"}
+    if name.startswith("decoupled"):
+        rate = foreign.number(1e-3 if name == "decoupled_adamw" else None, "optimizer", "lr")
+        decay = foreign.number(1e-5 if name == "decoupled_adamw" else 0.0, "optimizer", "weight_decay")
+        if not rate:
+            raise foreign.wrong("expected a learning rate above 0", "optimizer", "lr")
         rest |= {"lr": rate, "weight_decay": decay / rate}
         if name == "decoupled_sgdw" and decay:
-            foreign.remark(
-                "torch's SGD adds the decay to the gradient, so with momentum or dampening it differs",
-                "optimizer", "weight_decay",
-            )  # fmt: skip
-    foreign.put({"name": decoupled.get(name, name), **rest}, "optimizer", "optimizer")
+            text = "torch's SGD adds the decay to the gradient, so with momentum or dampening it differs"
+            foreign.remark(text, "optimizer", "weight_decay")
+    foreign.put({"name": kinds[name], **rest}, "optimizer", "optimizer")
 
 
 def _scheduler(foreign: Foreign) -> None:
-    given = foreign.take("scheduler", default={})
+    given = foreign.mapping("scheduler")
+    foreign.take("scheduler")
     if not given:
         return
     name = str(given.get("name"))
@@ -187,12 +195,13 @@ def _scheduler(foreign: Foreign) -> None:
 
 
 def _algorithms(foreign: Foreign) -> None:
-    for name in foreign.get("algorithms", default={}):
+    for name in foreign.mapping("algorithms"):
         path = ("algorithms", name)
-        given = foreign.take(*path, default={})
+        given = foreign.mapping(*path)
+        foreign.take(*path)
         kind = given.get("clipping_type")
         if name == "gradient_clipping" and kind in ("norm", "value"):
-            foreign.put({kind: given["clipping_threshold"]}, "trainer.gradient_clipping", *path)
+            foreign.put({kind: given.get("clipping_threshold")}, "trainer.gradient_clipping", *path)
         elif name == "gradient_clipping":
             text = f"gradients are clipped by norm or by value; {kind!r} needs a callback of your own"
             foreign.remark(text, *path)
@@ -249,8 +258,9 @@ def _names(foreign: Foreign) -> None:
 
 def _entries(foreign: Foreign, section: str, renamed: dict[str, str], known: dict[str, str]) -> None:
     """Callbacks or loggers, with the arguments that ours have too."""
-    for theirs in foreign.get(section, default={}):
-        given = foreign.take(section, theirs, default={})
+    for theirs in foreign.mapping(section):
+        given = foreign.mapping(section, theirs)
+        foreign.take(section, theirs)
         name = renamed.get(theirs, theirs)
         if name == "hf_checkpointer":
             foreign.remark(

@@ -1,6 +1,7 @@
 """The Fine-Tuning Scheduler: schedules, plans of sharding, and the callbacks of Lightning's files."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,19 @@ _UNNEEDED = {
 }
 
 
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """What a FinetuningScheduler and its early stopping say about all phases, with their defaults."""
+
+    max_depth: int = -1
+    base_max_lr: float | None = 1e-5
+    epochs_only: bool = False
+    monitor: str = "val_loss"
+    patience: int = 3
+    min_delta: float = 0.0
+    mode: str = "min"
+
+
 def is_schedule(values: Any) -> bool:
     """Whether these are phases by their numbers."""
     numbered = isinstance(values, dict) and all(str(key).isdigit() for key in values)
@@ -33,45 +47,37 @@ def is_schedule(values: Any) -> bool:
 def convert_schedule(foreign: Foreign) -> None:
     """A file with a schedule, or with a plan, of its own."""
     if is_schedule(foreign.values):
-        convert_phases(foreign, {}, {})
+        convert_phases(foreign, SchedulerOptions())
     else:
         convert_plan(foreign)
 
 
-def convert_phases(
-    foreign: Foreign, options: dict[str, Any], stopping: dict[str, Any], *path: str | int
-) -> None:
-    """The phases of a schedule.
-
-    Args:
-        foreign: the file.
-        options: arguments of the FinetuningScheduler.
-        stopping: arguments of its early stopping.
-        path: where the schedule is in the file.
-    """
-    schedule = foreign.get(*path, default={})
+def convert_phases(foreign: Foreign, options: SchedulerOptions, *path: str | int) -> None:
+    """The phases of the schedule at a path."""
+    schedule = foreign.mapping(*path)
+    if not is_schedule(schedule):
+        raise foreign.wrong("expected phases by their numbers: 0: {params: [...]}", *path)
     numbers = sorted(schedule, key=int)
     if list(map(int, numbers)) != list(range(len(numbers))):
         found = ", ".join(map(str, numbers))
         raise foreign.wrong(f"the phases are numbered {found}; number them from 0 without gaps", *path)
-    depth = int(options.get("max_depth", -1))
-    if 0 <= depth < len(numbers) - 1:
-        for number in numbers[depth + 1 :]:
-            foreign.drop(f"max_depth is {depth}, so this phase never begins", *path, number)
-        numbers = numbers[: depth + 1]
+    if 0 <= options.max_depth < len(numbers) - 1:
+        for number in numbers[options.max_depth + 1 :]:
+            foreign.drop(f"max_depth is {options.max_depth}, so this phase never begins", *path, number)
+        numbers = numbers[: options.max_depth + 1]
     phases, begun = [], 0
     for number in numbers:
         here = (*path, number)
+        foreign.mapping(*here)
         phase: dict[str, Any] = {"params": _selected(foreign, *here)}
-        rate = foreign.take(*here, "lr")
-        if int(number) > 0:
-            rate = options.get("base_max_lr", 1e-5) if rate is None else rate
-            phase |= {} if rate is None else {"lr": float(rate)}
+        rate = foreign.number(options.base_max_lr if int(number) else None, *here, "lr")
+        if int(number) and rate is not None:
+            phase["lr"] = rate
         elif rate is not None:
             foreign.remark("ignored there and here: optimizer.lr is phase 0's", *here, "lr", undecided=False)
-        end = int(foreign.take(*here, "max_transition_epoch", default=-1))
+        end = foreign.number(-1, *here, "max_transition_epoch")
         if number != numbers[-1]:
-            phase["until"] = _until(foreign, end, begun, options, stopping, *here)
+            phase["until"] = _until(foreign, end, begun, options, *here)
         begun = end if end >= 0 else begun
         for key in ("new_optimizer", "new_lr_scheduler"):
             foreign.drop(_NEW, *here, key, undecided=True)
@@ -105,28 +111,20 @@ def pattern_of(name: str) -> str:
     return f"re:(?:{name}).*"
 
 
-def _until(
-    foreign: Foreign,
-    end: int,
-    begun: int,
-    options: dict[str, Any],
-    stopping: dict[str, Any],
-    *here: str | int,
-) -> Any:
+def _until(foreign: Foreign, end: int, begun: int, options: SchedulerOptions, *here: str | int) -> Any:
     """How long a phase lasts: theirs counts epochs from the start of training, ours from its own."""
     length = f"{max(end - begun, 1)}ep" if end >= 0 else None
-    if options.get("epoch_transitions_only"):
+    if options.epochs_only:
         if length is None:
             raise foreign.wrong(
                 "epoch_transitions_only needs a max_transition_epoch of every phase; add it", *here
             )
         return length
-    until: dict[str, Any] = {"metric": _metric(str(stopping.get("monitor", "val_loss")))}
-    until["patience"] = int(stopping.get("patience", 3))
-    if stopping.get("min_delta"):
-        until["min_delta"] = abs(float(stopping["min_delta"]))
-    if stopping.get("mode", "min") == "max" or not until["metric"].startswith("loss/"):
-        until["mode"] = stopping.get("mode", "min")
+    until: dict[str, Any] = {"metric": _metric(options.monitor), "patience": options.patience}
+    if options.min_delta:
+        until["min_delta"] = abs(options.min_delta)
+    if options.mode == "max" or not until["metric"].startswith("loss/"):
+        until["mode"] = options.mode
     return until | ({"at_most": length} if length else {})
 
 
@@ -136,45 +134,45 @@ def _metric(name: str) -> str:
     return known.get(name, f"metrics/eval/{name}")
 
 
-def convert_plan(foreign: Foreign, *path: str) -> None:
+def convert_plan(foreign: Foreign, *path: str | int) -> None:
     """The plan of a strategy adapter: which modules `fully_shard` is applied to, and how."""
-    default = _kwargs(
-        foreign, foreign.take(*path, "fsdp_default_kwargs", default={}), *path, "fsdp_default_kwargs"
-    )
-    plan = foreign.take(*path, "fsdp_plan", default={})
-    if not isinstance(plan, dict):
-        raise foreign.wrong("fsdp_plan must map names or patterns of modules to options", *path, "fsdp_plan")
+    default = _kwargs(foreign, *path, "fsdp_default_kwargs")
     rules = []
-    for name, options in plan.items():
-        own = _kwargs(foreign, options or {}, *path, "fsdp_plan", name)
-        rules.append(
-            {"match": _pattern(foreign, str(name), *path, "fsdp_plan"), "shard": True, **default, **own}
-        )
-    for name in foreign.take(*path, "awp_overrides", default=[]):
+    plan = foreign.mapping(*path, "fsdp_plan")
+    for name in plan:
+        match = _pattern(foreign, str(name), *path, "fsdp_plan")
+        rules.append({"match": match, "shard": True, **default, **_kwargs(foreign, *path, "fsdp_plan", name)})
+    for number, name in enumerate(foreign.entries(*path, "awp_overrides")):
+        if not isinstance(name, str):
+            raise foreign.wrong(
+                f"expected the name of a module, got {name!r}", *path, "awp_overrides", number
+            )
         rules.append({"match": name, "shard": True})
+    for key in _PLANS:
+        foreign.take(*path, key)
     if plan:
         root = {key: value for key, value in default.items() if key != "act_ckpt"}
         rules.append({"match": "", "shard": True, **root})
-        foreign.remark(
+        text = (
             "a rule for the root is added, so that what lies in no other unit is sharded too; without it, it "
-            "stays whole, as with fully_shard on the plan's modules only",
-            *path, "fsdp_plan", undecided=False,
-        )  # fmt: skip
+            "stays whole, as with fully_shard on the plan's modules only"
+        )
+        foreign.remark(text, *path, "fsdp_plan", undecided=False)
     if rules:
         foreign.put(rules, "parallelism.rules", *path, "fsdp_plan")
 
 
-def _kwargs(foreign: Foreign, given: dict[str, Any], *path: str) -> dict[str, Any]:
+def _kwargs(foreign: Foreign, *path: str | int) -> dict[str, Any]:
     """Options of `fully_shard`, and the two that the adapter adds, as fields of a Rule."""
     found: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in foreign.mapping(*path).items():
         if key == "reshard_after_forward":
             found[key] = value
         elif key == "cpu_offload_policy":
             found["offload"] = value is not None and value is not False
         elif key == "act_ckpt":
-            mode, *rest = value if isinstance(value, list) else [value]
-            if mode not in _MODES:
+            mode, *rest = value if isinstance(value, list) and value else [value]
+            if str(mode) not in _MODES:
                 raise foreign.wrong(f"act_ckpt {mode!r} is not one of {', '.join(_MODES)}", *path, key)
             options = rest[0] if rest and rest[0] else {}
             found[key] = [_MODES[mode], options] if options else _MODES[mode]
@@ -187,39 +185,55 @@ def _kwargs(foreign: Foreign, given: dict[str, Any], *path: str) -> dict[str, An
 
 def convert_callbacks(foreign: Foreign, *path: str) -> None:
     """The callbacks of a file of Lightning's command line."""
-    found: dict[str, tuple[int, dict[str, Any]]] = {}
-    for index, one in enumerate(foreign.get(*path, default=[])):
-        name = str(one.get("class_path", "")).rpartition(".")[2]
-        foreign.take(*path, index, "class_path")
+    found: dict[str, tuple[str | int, ...]] = {}
+    for index in range(len(foreign.entries(*path))):
+        here: tuple[str | int, ...] = (*path, index)
+        name = str(foreign.mapping(*here).get("class_path", "")).rpartition(".")[2]
+        foreign.take(*here, "class_path")
         if name in (SCHEDULER, STOPPING, CHECKPOINT):
-            found[name] = index, one.get("init_args") or {}
-            foreign.take(*path, index, "init_args")
+            found[name] = (*here, "init_args")
+            foreign.mapping(*found[name])
+            foreign.take(*found[name])
         else:
-            foreign.take(*path, index)
-            foreign.remark(
-                f"composer-dist keys callbacks lists ours; not {name}", *path, index, undecided=False
-            )
-    if STOPPING not in found and "EarlyStopping" not in found and SCHEDULER in found:
-        found[STOPPING] = 0, {}
-    if SCHEDULER in found:
-        _scheduler(foreign, found[SCHEDULER][1], found[STOPPING][1], *path, found[SCHEDULER][0], "init_args")
-    if CHECKPOINT in found:
-        index, given = found[CHECKPOINT]
-        here: tuple[str | int, ...] = (*path, index, "init_args")
-        if (monitor := given.get("monitor")) is not None:
-            metric = _metric(str(monitor))
-            foreign.put(metric, "checkpoints.monitor", *here)
-            if not metric.startswith("loss/"):
-                foreign.put(given.get("mode", "min"), "checkpoints.mode", *here)
-            if (count := given.get("save_top_k", 1)) > 0:
-                foreign.put(count, "checkpoints.save_top_k", *here)
+            foreign.take(*here)
+            foreign.remark(f"composer-dist keys callbacks lists ours; not {name}", *here, undecided=False)
+    if (here := found.get(SCHEDULER, ())) != ():
+        _scheduler(foreign, _options(foreign, here, found.get(STOPPING)), *here)
+    if (here := found.get(CHECKPOINT, ())) != () and foreign.get(*here, "monitor") is not None:
+        metric = _metric(str(foreign.get(*here, "monitor")))
+        foreign.put(metric, "checkpoints.monitor", *here)
+        if not metric.startswith("loss/"):
+            foreign.put(foreign.get(*here, "mode", default="min"), "checkpoints.mode", *here)
+        if (count := foreign.number(1, *here, "save_top_k")) > 0:
+            foreign.put(count, "checkpoints.save_top_k", *here)
 
 
-def _scheduler(foreign: Foreign, options: dict[str, Any], stopping: dict[str, Any], *path: str | int) -> None:
+def _options(
+    foreign: Foreign, here: tuple[str | int, ...], stopping: tuple[str | int, ...] | None
+) -> SchedulerOptions:
+    """The options of both callbacks; the early stopping may be missing."""
+    depth = foreign.number(-1, *here, "max_depth")
+    rate = foreign.number(1e-5, *here, "base_max_lr")
+    epochs = foreign.take(*here, "epoch_transitions_only", default=False) is True
+    if stopping is None:
+        return SchedulerOptions(depth, rate, epochs)
+    return SchedulerOptions(
+        depth,
+        rate,
+        epochs,
+        monitor=str(foreign.get(*stopping, "monitor", default="val_loss")),
+        patience=foreign.number(3, *stopping, "patience"),
+        min_delta=foreign.number(0.0, *stopping, "min_delta"),
+        mode=foreign.one_of(("MIN", "MAX"), "", *stopping, "mode", default="min").lower(),
+    )
+
+
+def _scheduler(foreign: Foreign, options: SchedulerOptions, *path: str | int) -> None:
     """The arguments of a FinetuningScheduler."""
-    schedule = options.get("ft_schedule")
+    given = foreign.mapping(*path)
+    schedule = given.get("ft_schedule")
     if isinstance(schedule, dict):
-        convert_phases(foreign, options, stopping, *path, "ft_schedule")
+        convert_phases(foreign, options, *path, "ft_schedule")
     elif schedule is not None:
         folders = [Path(), *Path(foreign.name).resolve().parents[:4]]
         files = [one for folder in folders if (one := folder / str(schedule)).is_file()]
@@ -227,16 +241,17 @@ def _scheduler(foreign: Foreign, options: dict[str, Any], stopping: dict[str, An
             text = f"there is no file {schedule}, neither here nor beside {foreign.name} or above it"
             raise foreign.wrong(f"{text}; write its path", *path, "ft_schedule")
         inner = read_foreign(files[0])
-        convert_phases(inner, options, stopping)
+        convert_phases(inner, options)
         inner.finish()
         foreign.remarks += inner.remarks
         foreign.put(inner.ours["phases"]["schedule"], "phases.schedule", *path, "ft_schedule")
     for theirs, ours in (("restore_best", "restore_best"), ("apply_lambdas_new_pgs", "apply_lambdas")):
-        if theirs in options:
-            foreign.put(options[theirs], f"phases.{ours}", *path, theirs)
-    if options.get("frozen_bn_track_running_stats") is False:
+        if theirs in given:
+            foreign.put(given[theirs], f"phases.{ours}", *path, theirs)
+    if given.get("frozen_bn_track_running_stats") is False:
         foreign.put("fixed", "phases.frozen_batch_norm", *path, "frozen_bn_track_running_stats")
-    for key in set(_UNNEEDED).intersection(options):
-        foreign.drop(_UNNEEDED[key], *path, key)
-    if "strategy_adapter_cfg" in options:
-        convert_plan(foreign, *path, "strategy_adapter_cfg")  # type: ignore[arg-type]
+    for key in _UNNEEDED:
+        if given.get(key) not in (None, False):
+            foreign.remark(_UNNEEDED[key], *path, key, undecided=key in ("reinit_optim_cfg", "reinit_lr_cfg"))
+    if given.get("strategy_adapter_cfg") is not None:
+        convert_plan(foreign, *path, "strategy_adapter_cfg")

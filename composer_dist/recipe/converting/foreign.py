@@ -48,13 +48,48 @@ class Foreign:
         """The value at a path, which remains unread; `default` where there is none, or null."""
         found = self.values
         for key in path:
-            if isinstance(found, list):
+            if isinstance(found, list) and key in range(len(found)):
                 found = found[int(key)]
             elif isinstance(found, Mapping) and key in found:
                 found = found[key]
             else:
                 return default
         return default if found is None else found
+
+    def mapping(self, *path: str | int) -> dict[Any, Any]:
+        """The mapping at a path, which remains unread; empty where there is none.
+
+        Raises:
+            ConfigurationError: there is something else.
+        """
+        return self._of_type(dict, "a mapping of keys to values", *path)  # type: ignore[no-any-return]
+
+    def entries(self, *path: str | int) -> list[Any]:
+        """The list at a path, likewise."""
+        return self._of_type(list, "a list", *path)  # type: ignore[no-any-return]
+
+    def _of_type(self, kind: type, name: str, *path: str | int) -> Any:
+        found = self.get(*path, default=kind())
+        if not isinstance(found, kind):
+            raise self.wrong(f"expected {name}, got {found!r}", *path)
+        return found
+
+    def number(self, default: float | None, *path: str | int) -> Any:
+        """The number at a path, which counts as read; an integer where the default is one.
+
+        Raises:
+            ConfigurationError: it is not a number, or not an integer.
+        """
+        found = self.take(*path, default=default)
+        kind = int if isinstance(default, int) else float
+        try:
+            if not isinstance(found, bool | None):
+                return kind(found)
+        except (TypeError, ValueError):
+            pass
+        if found is None:
+            return None
+        raise self.wrong(f"expected {'an integer' if kind is int else 'a number'}, got {found!r}", *path)
 
     def take(self, *path: str | int, default: Any = None) -> Any:
         """The value at a path, which counts as read, with everything in it."""

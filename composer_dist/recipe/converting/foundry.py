@@ -46,7 +46,8 @@ def convert_model(foreign: Foreign) -> None:
     if foreign.take("model", "pretrained", default=True):
         foreign.put(path, "model.pretrained", "model", "pretrained_model_name_or_path")
     elif (config := _configuration(path)) is not None:
-        config |= foreign.take("model", "config_overrides", default={})
+        config |= foreign.mapping("model", "config_overrides")
+        foreign.take("model", "config_overrides")
         foreign.put(config, "model.config", "model", "pretrained_model_name_or_path")
     else:
         text = (
@@ -55,7 +56,8 @@ def convert_model(foreign: Foreign) -> None:
         foreign.put({"model_type": "llama"}, "model.config", "model", "pretrained")
         foreign.remark(f"{text} {path}; model_type: llama is a guess", "model", "pretrained")
     foreign.drop("has no counterpart for a pretrained model", "model", "config_overrides", undecided=True)
-    if (adapter := foreign.take("model", "peft_config")) is not None:
+    if adapter := foreign.mapping("model", "peft_config"):
+        foreign.take("model", "peft_config")
         method = str(adapter.get("peft_type", "lora")).lower()
         rest = {key: value for key, value in adapter.items() if key not in ("peft_type", "task_type")}
         foreign.put({"method": method, **rest}, "model.adapter", "model", "peft_config")
@@ -65,7 +67,7 @@ def convert_model(foreign: Foreign) -> None:
     if tokenizer is not None and tokenizer != foreign.ours["model"].get("pretrained"):
         foreign.put(tokenizer, "model.tokenizer", "tokenizer", "name")
     foreign.take("tokenizer", "kwargs", "model_max_length")
-    for key in foreign.get("tokenizer", "kwargs", default={}):
+    for key in foreign.mapping("tokenizer", "kwargs"):
         text = "has no counterpart: save a tokenizer with it to a directory, and give that as model.tokenizer"
         foreign.drop(text, "tokenizer", "kwargs", key)
 
@@ -152,7 +154,9 @@ def _source(foreign: Foreign, loader: str) -> dict[str, Any]:
     path = (loader, "dataset")
     name = foreign.take(*path, "hf_name")
     split = foreign.take(*path, "split", default="train")
-    return {"dataset": name, **foreign.take(*path, "hf_kwargs", default={}), "split": split}
+    options = foreign.mapping(*path, "hf_kwargs")
+    foreign.take(*path, "hf_kwargs")
+    return {"dataset": name, **options, "split": split}
 
 
 def _losses(foreign: Foreign, *path: str) -> None:

@@ -11,6 +11,8 @@ _PRECISIONS = {
 }  # fmt: skip
 _SCHEDULERS = {"OneCycleLR": "one_cycle"}
 _NAMES = {"torch.optim.AdamW": "adamw", "torch.optim.Adam": "adam", "torch.optim.SGD": "sgd"}
+_DEFAULT = "ModelParallelStrategy"
+"""Of a part of a file, whose other part names it."""
 _FIT = ("limit_train_batches", "limit_val_batches")
 
 
@@ -22,8 +24,8 @@ def convert_lightning(foreign: Foreign) -> None:
     _length(foreign)
     _precision(foreign)
     _strategy(foreign)
+    kind = foreign.one_of(("NORM", "VALUE"), "", "trainer", "gradient_clip_algorithm", default="norm").lower()
     if (norm := foreign.take("trainer", "gradient_clip_val")) is not None:
-        kind = foreign.take("trainer", "gradient_clip_algorithm", default="norm")
         foreign.put({kind: norm}, "trainer.gradient_clipping", "trainer", "gradient_clip_val")
     for theirs, ours in zip(_FIT, ("train_subset_num_batches", "eval_subset_num_batches"), strict=True):
         if isinstance(count := foreign.take("trainer", theirs), int):
@@ -66,20 +68,22 @@ def _strategy(foreign: Foreign) -> None:
     given = foreign.get(*path)
     if given is None:
         return
-    name = given if isinstance(given, str) else str(given.get("class_path", "ModelParallelStrategy"))
-    name = name.rpartition(".")[2]
-    args = {} if isinstance(given, str) else dict(given.get("init_args") or {})
+    name = given if isinstance(given, str) else foreign.mapping(*path).get("class_path", _DEFAULT)
+    name = str(name).rpartition(".")[2]
+    args = {} if isinstance(given, str) else dict(foreign.mapping(*path, "init_args"))
     foreign.take(*path)
     if name == "ModelParallelStrategy":
         sizes = {"dp_shard": "data_parallel_size", "tp": "tensor_parallel_size"}
-        mesh = {ours: args.pop(theirs, "auto") for ours, theirs in sizes.items()}
-        if set(mesh.values()) == {"auto"}:
+        mesh = {}
+        for ours, theirs in sizes.items():
+            size = args.pop(theirs, "auto")
+            mesh[ours] = -1 if size == "auto" else foreign.number(1, *path, "init_args", theirs)
+        if set(mesh.values()) == {-1}:
             text = (
                 "data_parallel_size and tensor_parallel_size are auto: all ranks shard; MeshConfig.auto() is"
             )
             foreign.remark(f"{text} tensor parallel within hosts", *path)
         else:
-            mesh = {key: -1 if size == "auto" else size for key, size in mesh.items()}
             foreign.put(mesh, "parallelism.mesh", *path)
             if mesh["tp"] != 1:
                 foreign.put({}, "parallelism.tp", *path)
@@ -105,8 +109,9 @@ def _classes(foreign: Foreign, args: dict[str, Any], *path: str) -> None:
     rules: list[dict[str, Any]] = list(foreign.ours.get("parallelism", {}).get("rules", []))
     for theirs, field in (("auto_wrap_policy", "shard"), ("activation_checkpointing_policy", "act_ckpt")):
         policy = args.pop(theirs, None)
-        classes = (policy.get("init_args") or {}).get("module_classes") if isinstance(policy, dict) else None
-        if classes:
+        inner = policy.get("init_args") if isinstance(policy, dict) else None
+        classes = inner.get("module_classes") if isinstance(inner, dict) else None
+        if isinstance(classes, dict | list) and classes:
             names = [f"type:{name}" for name in classes]
             rules.append({"match": names, field: True if field == "shard" else "composable"})
         elif policy is not None:
@@ -125,4 +130,4 @@ def _named(foreign: Foreign, section: str) -> None:
     name = str(given["class_path"])
     short = _NAMES.get(name) or _SCHEDULERS.get(name.rpartition(".")[2]) or name
     ours = "scheduler" if section == "lr_scheduler" else section
-    foreign.put({"name": short, **(given.get("init_args") or {})}, ours, section)
+    foreign.put({"name": short, **foreign.mapping(section, "init_args")}, ours, section)

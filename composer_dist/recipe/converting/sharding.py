@@ -61,9 +61,7 @@ def composers_fsdp(foreign: Foreign, *path: str) -> None:
     _mesh(foreign, given, strategy, *path)
     for key, text in COMPOSERS_FSDP1.items():
         foreign.drop(text, *path, key)
-    attrs = {
-        key: foreign.take(*path, key) for key in foreign.get(*path, default={}) if key not in sizes.values()
-    }
+    attrs = {key: foreign.take(*path, key) for key in foreign.mapping(*path) if key not in sizes.values()}
     kept = {key: value for key, value in attrs.items() if value is not None and key not in _SETTLED}
     if strategy == "NO_SHARD":
         foreign.put("ddp", "parallelism", *path, "sharding_strategy")
@@ -146,12 +144,12 @@ def accelerates_fsdp(foreign: Foreign, *path: str, version: int) -> None:
         path: where the section is.
         version: of FSDP where the section does not say it.
     """
-    section = foreign.get(*path, default={})
+    section = foreign.mapping(*path)
 
     def key(name: str) -> str:
         return next((one for one in (name, f"fsdp_{name}") if one in section), name)
 
-    number = int(foreign.take(*path, key("version"), default=version))
+    number = foreign.number(version, *path, key("version"))
     foreign.put({}, FSDP2, *path)
     name = next(
         (one for one in map(key, ("reshard_after_forward", "sharding_strategy")) if one in section), ""
@@ -210,7 +208,9 @@ def _units(foreign: Foreign, policy: str, classes: str, *path: str) -> None:
     """Classes become rules; without them both libraries ask the model for its blocks."""
     kind = foreign.one_of(("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"), UNITS, *path, policy)
     names = foreign.take(*path, classes, default=[])
-    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+    if not isinstance(names, list):
+        raise foreign.wrong(f"expected names of classes, got {names!r}", *path, classes)
     rules: list[dict[str, Any]] = [{"match": "", "shard": True}]
     if kind == "SIZE_BASED_WRAP":
         foreign.remark(f"units are not chosen by their size: {UNITS}", *path, policy)
