@@ -56,4 +56,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 def is_users_file(file: str) -> bool:
     """Whether a source file is the user's own."""
     path = Path(file).resolve()
+    if file.endswith((".pyx", ".pxi", ".pxd")):  # extension modules name their sources without a folder
+        return False
     return not (file.startswith("<") or _INSTALLED.intersection(path.parts) or str(path).startswith(_OTHERS))

@@ -71,8 +71,15 @@ def chunked_cross_entropy(
             faults.append(f"hidden, weight and labels must be (..., d), (v, d) and (...), not {shapes}.")
         if isinstance(weight, DTensor):
             faults.append("weight is sharded; call it in the forward of the module that holds the weight.")
-        if chunk_size is not None and chunk_size < 1:
-            faults.append(f"chunk_size must be positive, not {chunk_size}.")
+        if bias is not None and bias.shape != weight.shape[:1]:
+            faults.append(f"bias must be (v), as weight is (v, d), not {tuple(bias.shape)}.")
+        for name, value in {"chunk_size": chunk_size, "softcap": softcap, "num_items": num_items}.items():
+            if value is not None and not value > 0:
+                faults.append(f"{name} must be positive, not {value}.")
+        if chunk_size is not None and not isinstance(chunk_size, int):
+            faults.append(f"chunk_size must be an integer, not {chunk_size}.")
+        if z_loss < 0:
+            faults.append(f"z_loss must not be negative, not {z_loss}.")
 
     def losses(rows: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         logits = functional.linear(rows, weight, bias)
@@ -153,6 +160,8 @@ class _Each(torch.autograd.Function):
     def forward(ctx: Any, loss_of: LossOf, size: int, *tensors: Tensor) -> Tensor:
         ctx.loss_of, ctx.size = loss_of, size
         ctx.save_for_backward(*tensors)
+        kind = tensors[0].device.type
+        ctx.autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
         hidden, labels, *parameters = tensors
         losses, _ = _by_chunks(loss_of, size, hidden, labels, parameters, [False] * len(tensors))
         return torch.cat(losses)
@@ -162,7 +171,8 @@ class _Each(torch.autograd.Function):
         _refuse_second_order()
         hidden, labels, *parameters = ctx.saved_tensors
         wanted = ctx.needs_input_grad[2:]
-        _, found = _by_chunks(ctx.loss_of, ctx.size, hidden, labels, parameters, wanted, gradient)
+        with torch.autocast(hidden.device.type, cache_enabled=False, **ctx.autocast):  # as in forward
+            _, found = _by_chunks(ctx.loss_of, ctx.size, hidden, labels, parameters, wanted, gradient)
         pairs = zip(found, ctx.saved_tensors, strict=True)
         return None, None, *(None if one is None else one.to(tensor.dtype) for one, tensor in pairs)
 

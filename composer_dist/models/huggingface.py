@@ -82,9 +82,9 @@ class HuggingFaceModel(ComposerModel):
         self.using_peft = isinstance(getattr(model, "peft_config", None), Mapping)
         self.should_save_peft_only = should_save_peft_only and self.using_peft
         # Dictionaries, so that nn.Module does not take the metrics for submodules.
-        self.train_metrics = {type(metric).__name__: metric for metric in metrics or ()}
+        self.train_metrics = _by_class(metrics or ())
         chosen = deepcopy(list(metrics or ())) if eval_metrics is None else eval_metrics
-        self.val_metrics = {type(metric).__name__: metric for metric in chosen}
+        self.val_metrics = _by_class(chosen)
         self._arguments = _arguments(_base(model))
         if self.should_save_peft_only:
             adapter_keys(model)  # refuse an empty adapter now, not after the training
@@ -189,6 +189,17 @@ class HuggingFaceModel(ComposerModel):
 
     def _generate(self, **kwargs: Any) -> Any:
         return self.model.generate(**kwargs)
+
+
+def _by_class(metrics: Sequence[Metric]) -> dict[str, Metric]:
+    named = {type(metric).__name__: metric for metric in metrics}
+    if len(named) < len(metrics):
+        twice = next(name for name in named if sum(type(one).__name__ == name for one in metrics) > 1)
+        raise ParallelismValueError(
+            f"There are several metrics of class {twice}, and results are named by class. Derive a class "
+            "with another name for each."
+        )
+    return named
 
 
 def _base(model: nn.Module) -> Any:

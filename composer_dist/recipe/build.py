@@ -301,11 +301,14 @@ def resume_of(run: Run) -> Resume | None:
         return None
     if run.resume:
         return Resume(autoresume=True)
+    if run.checkpoints.get("overwrite"):
+        return None
     folder = run.checkpoints.get("folder", run.out / CHECKPOINTS)
     there = Path(folder).is_dir() and any(Path(folder).iterdir())
     if process_group.broadcast(there) or latest_checkpoint(folder, verify=False):
         raise ParallelismValueError(
-            f"resume=false, but {folder} has checkpoints of an earlier run; remove it, or choose another out."
+            f"resume=false, but {folder} has checkpoints of an earlier run; remove it, choose "
+            "another out, or set checkpoints.overwrite."
         )
     return None
 

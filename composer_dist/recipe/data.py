@@ -67,8 +67,8 @@ def loader(dataset: Dataset[Any], run: Run, tokenizer: Any, folder: Path, *, tra
             else ""
         )
         raise ParallelismValueError(
-            f"There are only {samples} samples to train on{packed}, fewer than one batch of "
-            f"{data.batch_size}. Reduce data.batch_size, or set drop_last: false."
+            f"The data has {samples} sample{'' if samples == 1 else 's'} to train on{packed}, fewer than one "
+            f"batch of {data.batch_size}. Reduce data.batch_size, or set drop_last: false."
         )
     collate: Any = None
     if isinstance(data, FunctionData) and data.collate is not None:

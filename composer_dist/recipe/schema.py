@@ -177,6 +177,14 @@ class PreferenceData(RowData):
     model."""
 
 
+def _class_name(value: object) -> object:
+    """YAML reads 1 and true, which are names too."""
+    return str(value).lower() if isinstance(value, int) else value
+
+
+ClassName = Annotated[str, BeforeValidator(_class_name)]
+
+
 class TableData(RowData):
     """Rows with a text and a label: a class, or for sequence-to-sequence models the text to write."""
 
@@ -185,7 +193,7 @@ class TableData(RowData):
     """The column of texts, or two of them."""
     label: str = "label"
     """The column of labels: numbers, names, or texts to write."""
-    classes: list[str] | None = None
+    classes: list[ClassName] | None = None
     """The names of the labels, in order; by default those of the column."""
 
 

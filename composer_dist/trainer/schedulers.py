@@ -134,8 +134,23 @@ class _OfFunction(Schedule):
     function: Callable[[State], float] = lambda state: 1.0
 
     def factor(self, state: State) -> float:
-        """What the function returns."""
-        return float(self.function(state))
+        """What the function returns.
+
+        Raises:
+            ParallelismValueError: it is not a number from 0 on.
+        """
+        value = self.function(state)
+        try:
+            factor = float(value)
+        except (TypeError, ValueError):
+            factor = math.nan
+        if isinstance(value, str) or not 0 <= factor < math.inf:
+            name = getattr(self.function, "__qualname__", repr(self.function))
+            raise ParallelismValueError(
+                f"The schedule {name} must return what the learning rates are multiplied by, a finite number "
+                f"that is not negative; after batch {state.timestamp.batch} it returned {value!r}."
+            )
+        return factor
 
     def after_warmup(self, state: State, now: float, warmup: float, unit: TimeUnit) -> float:
         """The same; a function has its own warm-up, or none."""

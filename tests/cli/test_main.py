@@ -74,6 +74,7 @@ def test_frames_of_installed_packages_are_not_the_users(tmp_path: Path, place: s
     assert (file in found) == (place == "project")
     assert (failures.status_of(CheckpointValueError("ours")), failures.status_of(error)) == (2, 1)
     assert not users_code.is_users_file(typer.__file__)
+    assert not users_code.is_users_file("pyarrow/error.pxi")
     assert not users_code.is_users_file(subprocess.__file__)
 
 

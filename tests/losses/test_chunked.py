@@ -137,3 +137,35 @@ def test_mistakes_are_named() -> None:
     sharded = DTensor.from_local(weight.detach(), init_device_mesh("cpu", (1,)), [Replicate()])
     with pytest.raises(ParallelismValueError, match="weight is sharded"):
         chunked_cross_entropy(hidden, sharded, labels)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_autocast_of_the_forward_holds_in_backward(reduction: Any) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    labels = torch.tensor([0, 1, -100, 3, 4, 2])
+    gradients = []
+    for rows in (hidden, hidden.bfloat16()):
+        for chunked in (True, False):
+            with torch.autocast("cpu", torch.bfloat16):
+                if chunked:
+                    loss = chunked_cross_entropy(rows, weight, labels, reduction=reduction, chunk_size=4)
+                else:
+                    logits = functional.linear(rows, weight).float()
+                    loss = functional.cross_entropy(logits, labels, reduction=reduction)
+            gradients.append(torch.autograd.grad(loss.sum(), (hidden, weight), retain_graph=True))
+    for ours, theirs in (gradients[:2], gradients[2:]):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"bias": torch.ones(4)}, r"bias must be \(v\)"),
+    ({"softcap": 0.0}, "softcap must be positive, not 0.0"),
+    ({"num_items": 0}, "num_items must be positive, not 0"),
+    ({"z_loss": -1.0}, "z_loss must not be negative, not -1.0"),
+    ({"chunk_size": 2.5}, "chunk_size must be an integer, not 2.5"),
+])  # fmt: skip
+def test_options_that_cannot_work_are_named(options: Any, message: str) -> None:
+    with pytest.raises(ParallelismValueError, match=message):
+        chunked_cross_entropy(torch.ones(2, 3), torch.ones(5, 3), torch.tensor([0, 1]), **options)

@@ -16,7 +16,7 @@ from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.rule import Rule
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import context_parallel, parallelize_model, plan_parallelism, sampler_kwargs
-from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.losses.logits import Logits
 from composer_dist.models import HuggingFaceModel
 from composer_dist.trainer import Trainer
@@ -162,6 +162,8 @@ def test_who_reads_logits_gets_them() -> None:
     ):
         assert type(made.train()(batch).logits) is Tensor
         made.loss(made(batch), batch).backward()
+    with pytest.raises(ParallelismValueError, match=f"several metrics of class {type(metric).__name__}"):
+        HuggingFaceModel(hf.llama(), use_logits=True, eval_metrics=[metric, metric])
     model = HuggingFaceModel(hf.llama(), use_logits=True, eval_metrics=[metric]).train()
     assert type(model(batch).logits) is Logits
     with pytest.raises(ParallelismRuntimeError, match="chunked_loss=False"):

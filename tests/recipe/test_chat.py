@@ -81,12 +81,22 @@ def test_rows_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
     for source in sources:
         assert list(read(source)) == expected
         assert list(read(source, streaming=True)) == expected
+    hf.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(ParallelismValueError, match=r"has the splits train, test: give .*splits/train"):
+        read(f"{tmp_path}/splits")
+    (tmp_path / "bad.jsonl").write_text(f'{ROWS.read_text()}{{"messages": [}}\n')
+    with pytest.raises(
+        ParallelismValueError, match=rf"bad\.jsonl:{len(expected) + 1}: not JSON: Expecting value"
+    ):
+        read(f"{tmp_path}/bad.jsonl")
+    (tmp_path / "na.CSV").write_text("text,label\nNA,None\n,b\n")
+    assert list(read(f"{tmp_path}/na.CSV")) == [{"text": "NA", "label": "None"}, {"text": None, "label": "b"}]
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(ParallelismValueError, match=r"the files of .*empty.jsonl are empty"):
         read(f"{tmp_path}/empty.jsonl")
     assert list(read([f"{tmp_path}/empty.jsonl", str(ROWS)])) == expected
     (tmp_path / "rows.txt").write_text("a")
-    with pytest.raises(ParallelismValueError, match=r"\.parquet, \.txt cannot be read together"):
+    with pytest.raises(ParallelismValueError, match=r"names unknown kinds of files, '\.txt'. Rows are"):
         read([f"{tmp_path}/rows.parquet", f"{tmp_path}/rows.txt"])
     with pytest.raises(ParallelismValueError, match="No file matches"):
         read(f"{tmp_path}/*.none")
@@ -113,7 +123,7 @@ def test_the_last_batch_of_an_epoch_is_left_out_unless_asked_for(tmp_path: Path)
         assert [len(batch["input_ids"]) for batch in batches] == expected
     run = read_configuration(EXAMPLE / "chat.yaml", [*options, "data.batch_size=9"]).run
     with pytest.raises(
-        ParallelismValueError, match="only 8 samples .* Reduce data.batch_size, or set drop_last"
+        ParallelismValueError, match="has 8 samples .* Reduce data.batch_size, or set drop_last"
     ):
         loader(train, run, tokenizer, EXAMPLE, training=True)
 

@@ -39,5 +39,5 @@ def test_a_finished_run_is_not_begun_anew_in_the_same_folder(world1: World, tmp_
     file = PRESETS / "vision.yaml"
     run = [f"out={tmp_path}", "trainer.max_duration=1ba", "trainer.eval_interval=null"]
     world1(trained, file, *run)
-    with pytest.raises(WorkerError, match="has checkpoints of an earlier run; remove it, or choose another"):
+    with pytest.raises(WorkerError, match="has checkpoints of an earlier run; remove it, choose another"):
         world1(trained, file, *run, "resume=false")

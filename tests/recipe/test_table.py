@@ -107,6 +107,7 @@ def test_classes_of_a_column(tmp_path: Path) -> None:
     ([-1.0, None, 1.0], None, ["-1", "1"]),
     ([0, 2], 5, ["0", "1", "2", "3", "4"]),
     ([0.5, 1.5], 1, None),
+    ([True, False], None, ["false", "true"]),
 ])  # fmt: skip
 def test_classes_of_numbers(labels: Any, count: Any, expected: Any, tmp_path: Path) -> None:
     model = HubModel(kind="sequence_classification", config=BERT, num_labels=count)
@@ -116,6 +117,10 @@ def test_classes_of_numbers(labels: Any, count: Any, expected: Any, tmp_path: Pa
 
 def test_numbers_that_are_no_classes_are_named(tmp_path: Path) -> None:
     model = HubModel(kind="sequence_classification", config=BERT)
+    hf.Dataset.from_dict({"text": ["a"], "label": ["x"]}).save_to_disk(tmp_path / "one")
+    with pytest.raises(ParallelismValueError, match=r"data\.label: there is only one class, 'x'"):
+        classes_of(TableData(kind="table", source=f"{tmp_path}/one"), model)
+    assert TableData(kind="table", source="a", classes=[1, True, "b"]).classes == ["1", "true", "b"]  # type: ignore[list-item]
     hf.Dataset.from_dict({"text": ["a"], "label": [0.5]}).save_to_disk(tmp_path / "numbers")
     with pytest.raises(
         ParallelismValueError, match=r"classes are texts or whole numbers, .* has 0\.5\. model"

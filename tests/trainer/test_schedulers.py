@@ -102,3 +102,12 @@ def test_times_that_cannot_make_a_schedule_are_refused() -> None:
         CosineAnnealingWithWarmupScheduler("1ba", "0ba")
     with pytest.raises(ParallelismValueError, match="'soon' is not a valid duration"):
         ConstantWithWarmupScheduler("soon")
+
+
+@pytest.mark.parametrize("value", ["0.5", None, math.nan, -1.0])
+def test_what_a_function_returns_must_be_a_factor(value: Any) -> None:
+    def halved(state: Any) -> Any:
+        return value
+
+    with pytest.raises(ParallelismValueError, match=r"The schedule .*halved must return .* it returned"):
+        rates([halved])

@@ -154,16 +154,27 @@ def check_writable(directory: str | os.PathLike[str]) -> None:
         ) from error
 
 
-def check_unused(folder: str, present: str) -> None:
-    """Raise if a folder has checkpoints, besides the one named `present`, which a new run would remove.
+def vacate(folder: str, present: str, overwrite: bool) -> None:
+    """Remove a folder's checkpoints, and links that lead nowhere then, but not the one named `present`.
+
+    Args:
+        folder: of a new run.
+        present: the checkpoint with which the run begins, if it is there.
+        overwrite: whether to remove other checkpoints, or else to raise.
 
     Raises:
         CheckpointValueError: names the folder and its newest checkpoint.
     """
     found = [one for one in place_of(folder).inside() if os.path.basename(one) != present]
-    if found:
+    if found and not overwrite:
         raise CheckpointValueError(
-            f"{folder} has checkpoints of another run (the newest is {found[0]}), which this new run would "
-            "remove as it saves its own. Save to another folder, continue that run with autoresume=True, or "
-            "pass CheckpointSaver(overwrite=True)."
+            f"{folder} has checkpoints of another run (the newest is {found[0]}), and this run is a new one. "
+            "Save to another folder, continue that run with autoresume=True, or remove its checkpoints with "
+            "CheckpointSaver(overwrite=True)."
         )
+    for one in found:
+        place_of(one).remove()
+    if found and not is_url(folder):
+        for link in Path(folder.removeprefix("file://")).iterdir():
+            if link.is_symlink() and not link.exists():
+                link.unlink()

@@ -1,6 +1,8 @@
 """Rows of tables, from files or by `datasets`, as tokens with labels."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +45,46 @@ def read(source: Source, streaming: bool = False) -> Any:
     patterns = [source] if isinstance(source, str) else source
     if len(patterns) == 1 and Path(patterns[0]).is_dir():
         rows = library().load_from_disk(patterns[0])
+        if isinstance(rows, dict):
+            raise ParallelismValueError(
+                f"data.source: {patterns[0]} has the splits {', '.join(rows)}: give the folder of one, such "
+                f"as {Path(patterns[0]) / next(iter(rows))}."
+            )
         return rows.to_iterable_dataset(len(rows.cache_files)) if streaming else rows
     files = [file for file in files_of(patterns) if file.stat().st_size]
     if not files:
         raise ParallelismValueError(f"data.source: the files of {listed(patterns)} are empty.")
-    kinds = {_FORMATS.get(file.suffix) for file in files}
-    if len(kinds) > 1 or None in kinds:
-        found = ", ".join(sorted({file.suffix for file in files}))
+    kinds = {file.suffix.lower(): _FORMATS.get(file.suffix.lower()) for file in files}
+    if len({*kinds.values()}) > 1 or None in kinds.values():
+        unknown = [f"{suffix!r}" for suffix, kind in kinds.items() if kind is None]
+        fault = f"unknown kinds of files, {', '.join(unknown)}" if unknown else "several kinds of files"
         raise ParallelismValueError(
-            f"data.source: {found} cannot be read together; rows "
-            f"are in files of one kind, {', '.join(_FORMATS)}, or in a folder that save_to_disk wrote."
+            f"data.source: {listed(patterns)} names {fault}. Rows are in files of one kind "
+            f"({', '.join(_FORMATS)}), or in a folder that save_to_disk wrote."
         )
-    return load(
-        str(kinds.pop()), data_files=[str(file) for file in files], split="train", streaming=streaming
-    )
+    kind = str({*kinds.values()}.pop())
+    # The texts "NA" and "None" are texts; an empty cell is empty.
+    options: Any = {"keep_default_na": False, "na_values": [""]} if kind == "csv" else {}
+    with _naming_lines(files):
+        return load(kind, data_files=list(map(str, files)), split="train", streaming=streaming, **options)
+
+
+@contextmanager
+def _naming_lines(files: Sequence[Path]) -> Iterator[None]:
+    """What cannot be read is told with its file and line, where these are lines of JSON."""
+    try:
+        yield
+    except ParallelismValueError:
+        for file in files:
+            with file.open("rb") as lines:
+                for number, line in enumerate(lines, 1) if file.suffix.lower() == ".jsonl" else ():
+                    try:
+                        json.loads(line or "{}")
+                    except ValueError as error:
+                        raise ParallelismValueError(
+                            f"data.source: {file}:{number}: not JSON: {error}."
+                        ) from None
+        raise
 
 
 def conversations(data: ChatData, tokenizer: Any, folder: Path) -> tuple[Any, ...]:
@@ -102,6 +130,10 @@ def classes_of(data: Any, model: HubModel | ModuleModel) -> list[str] | None:
         return None
     count, given = model.num_labels, getattr(data, "classes", None)
     names = _classes(data, count) if given is None and isinstance(data, TableData) else given and list(given)
+    if names is not None and len(names) < 2:
+        raise ParallelismValueError(
+            f"data.label: there is only one class, {names[0]!r}. Name all classes in data.classes."
+        )
     if names is not None and count not in (None, len(names)):
         raise ParallelismValueError(
             f"model.num_labels is {count}, but data.label has {len(names)} classes: {listed(names)}. "
@@ -126,6 +158,8 @@ def _classes(data: TableData, count: int | None) -> list[str] | None:
             f"data.label: the table has no column {data.label!r}.{near} Its columns: {', '.join(features)}."
         )
     labels = [one for one in rows.unique(data.label) if one is not None and one == one]
+    if labels and all(isinstance(one, bool) for one in labels):
+        return ["false", "true"]
     if labels and all(isinstance(one, str) for one in labels):
         return sorted(labels)
     whole = (isinstance(one, int) or (isinstance(one, float) and one.is_integer()) for one in labels)
@@ -160,7 +194,7 @@ def tokenized(data: RowData, make: Any) -> tuple[Any, Any]:
     for first in (True, False):
         with process_group.together("tokenizing the data"):
             if first == (process_group.local_rank() == 0):
-                made = {key: _map(make, rows, f"{key}={sources[key]}") for key, rows in found.items()}
+                made = {key: _map(make, rows, key) for key, rows in found.items()}
     train = made["data.source"]
     if not data.held_out:
         return train, made.get("data.evaluate")
@@ -168,12 +202,12 @@ def tokenized(data: RowData, make: Any) -> tuple[Any, Any]:
     return train.select(kept), train.select(held)
 
 
-def _map(make: Any, rows: Any, what: str) -> Any:
-    """What a tokenizer makes of rows; its errors begin with what the rows come from."""
+def _map(make: Any, rows: Any, key: str) -> Any:
+    """What a tokenizer makes of rows; its errors begin with the key that names the rows."""
     try:
         return make.map(rows)
     except ParallelismError as error:
-        raise type(error)(f"{what}: {error}") from error
+        raise type(error)(f"{key}: {error}") from error
 
 
 def pad_token(tokenizer: Any) -> int:

@@ -83,7 +83,10 @@ def load(dataset: str, **arguments: Any) -> Any:
     if not dataset:
         raise ParallelismValueError("A source given as a mapping needs 'dataset', for datasets.load_dataset.")
     with blaming(f"The data set {dataset!r} cannot be loaded"):
-        return library().load_dataset(dataset, **arguments)
+        try:
+            return library().load_dataset(dataset, **arguments)
+        except library().exceptions.DatasetGenerationError as error:
+            raise error.__cause__ or error from None  # it says what is wrong
 
 
 def library() -> Any:

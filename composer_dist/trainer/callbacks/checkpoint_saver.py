@@ -11,12 +11,12 @@ from composer_dist.checkpoint import PendingSave, save_checkpoint
 from composer_dist.checkpoint.kinds.optimizer_names import parameter_names
 from composer_dist.checkpoint.storage.lock import FolderLock
 from composer_dist.checkpoint.storage.place import (
-    check_unused,
     check_writable,
     is_url,
     place_of,
     point,
     remove_older,
+    vacate,
 )
 from composer_dist.config.base import require
 from composer_dist.distributed.prepared import state_dict_type
@@ -72,7 +72,7 @@ class CheckpointSaver(Callback):
         latest: name of a link in the folder to the newest checkpoint, or of a file with its name if links are
             impossible. None makes none.
         on_sigterm: save and exit on SIGTERM.
-        overwrite: let a new run save to a folder that has checkpoints of another run, and remove them.
+        overwrite: remove the checkpoints of another run from the folder when a new run begins.
 
     Raises:
         ParallelismValueError: the interval, `keep` or `save_top_k` is not positive; a filename that never
@@ -101,12 +101,14 @@ class CheckpointSaver(Callback):
         self.folder = os.fspath(folder)
         self._every = None if interval is None else Every("interval", interval)
         self._filename = filename
-        if keep is not None and keep < 1:
-            raise ParallelismValueError(f"keep={keep}: the newest checkpoint is always kept; None keeps all.")
+        if keep is not None and not (isinstance(keep, int) and keep > 0):
+            raise ParallelismValueError(
+                f"keep={keep!r}: the newest checkpoint is always kept; None keeps all."
+            )
         if monitor is None and (mode is not None or save_top_k != 1):
             raise ParallelismValueError("mode and save_top_k need a monitor, such as 'loss/eval/total'.")
-        if save_top_k < 1:
-            raise ParallelismValueError(f"save_top_k must be positive, not {save_top_k}.")
+        if not (isinstance(save_top_k, int) and save_top_k > 0):
+            raise ParallelismValueError(f"save_top_k must be a positive integer, not {save_top_k!r}.")
         self._best = None if monitor is None else BestCheckpoints(monitor, mode, save_top_k)
         require("weights_only", weights_only, (False, True, "final"))
         self._weights_only = weights_only
@@ -123,7 +125,7 @@ class CheckpointSaver(Callback):
         self._asynchronous = asynchronous
         self._latest = latest
         self._on_sigterm = on_sigterm
-        self._overwrite = overwrite  # also what this run has saved
+        self._overwrite, self._new = overwrite, True
         self._sharded = True
         self._sigterm: SigtermWatch | None = None
         self._pending: PendingSave | None = None
@@ -162,9 +164,9 @@ class CheckpointSaver(Callback):
         with process_group.together("the folder of checkpoints"):
             if state.rank == 0:
                 self._take_lock()
-                if not (self._overwrite or state.timestamp.batch):
-                    check_unused(self.folder, self._name(state.timestamp))
-        self._overwrite = True
+                if self._new and not state.timestamp.batch:
+                    vacate(self.folder, self._name(state.timestamp), self._overwrite)
+        self._new = False
         for optimizer in state.optimizers:
             parameter_names(state.model, optimizer)  # raises now if it cannot be saved
         if self._every is not None:
@@ -319,9 +321,8 @@ class CheckpointSaver(Callback):
 
     def _best_beside(self, path: str) -> list[str]:
         """The names of the best checkpoints of the folder, of which `path` is complete now."""
-        if self._best is None:
-            return []
-        return self._best.among([os.path.basename(one) for one in (path, *place_of(path).beside())])
+        there = [os.path.basename(one) for one in (path, *place_of(path).beside())]
+        return [] if self._best is None else self._best.among(there)
 
     def _end_if_asked(self, state: State) -> None:
         """All ranks save and end, if SIGTERM has come to any of them."""

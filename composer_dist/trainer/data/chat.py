@@ -8,14 +8,15 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
+from numbers import Integral
 from typing import Any, Literal
 
 from composer_dist.config.base import require
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError, in_words
-from composer_dist.trainer.data.messages import conversation, read_json, without_empty
+from composer_dist.trainer.data.messages import conversation, read_json, text_or_messages, without_empty
 from composer_dist.trainer.data.packing import IGNORED
 from composer_dist.trainer.data.rows import Row, RowTokenizer, Tokens, check_max_length
-from composer_dist.wording import listed
+from composer_dist.wording import listed, near_miss
 
 _CHATS = ("conversations", "messages")
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -68,12 +69,18 @@ class ChatTokenizer(RowTokenizer):
         limit = self.max_length
         return {"input_ids": tokens[:limit], "labels": labels[:limit]}, len(tokens[:limit]) < len(tokens)
 
+    @staticmethod
+    def teaches(made: Row) -> bool:
+        """Whether a label is left after the first one, which follows no token."""
+        return any(label != IGNORED for label in made["labels"][1:])
+
     def pairs(self, row: Row, *answers: str) -> list[tuple[Tokens, Tokens]]:
         """The tokens of a row's prompt, and those of each of these columns after it.
 
         An answer begins where the prompt's tokens with it differ from those of the prompt alone.
         """
         names = ("prompt", *answers)
+        row = {**row, **{name: text_or_messages(row[name]) for name in names}}
         if all(isinstance(row[name], str) for name in names):
             first = self._encode(row["prompt"])
             whole = [self._encode(self._ended(row["prompt"] + row[name])) for name in answers]
@@ -104,8 +111,9 @@ class ChatTokenizer(RowTokenizer):
         return [(one[:shared], one[shared:]) for one in whole]
 
     def _read(self, row: Row) -> tuple[Tokens, Tokens]:
-        if row.get("input_ids") is not None:
-            return row["input_ids"], row.get("labels", row["input_ids"])
+        if (tokens := row.get("input_ids")) is not None:
+            labels = row.get("labels")
+            return _tokens(tokens, "input_ids"), _tokens(tokens if labels is None else labels, "labels")
         if row.get("prompt") is not None and row.get("completion") is not None:
             return self._of_pair(row)
         if (name := next((name for name in _CHATS if row.get(name) is not None), None)) is not None:
@@ -117,9 +125,15 @@ class ChatTokenizer(RowTokenizer):
         if isinstance(text := row.get(self.text), str):
             tokens = self._encode(self._ended(text))
             return tokens, tokens
+        known = ("messages", "conversations", "prompt", "completion", self.text, "input_ids")
+        if empty := [name for name in known if name in row and row[name] is None]:
+            raise ParallelismValueError(
+                f"{listed(empty)} {'is' if len(empty) == 1 else 'are'} empty. Remove the row."
+            )
+        near = next(filter(None, (near_miss(name, known) for name in row if name not in known)), "")
         raise ParallelismValueError(
             f"A row needs messages, prompt and completion, {self.text}, or input_ids; it has "
-            f"{', '.join(row)}."
+            f"{', '.join(row)}.{near}"
         )
 
     def _of_pair(self, row: Row) -> tuple[Tokens, Tokens]:
@@ -128,7 +142,7 @@ class ChatTokenizer(RowTokenizer):
         if self.loss_on == "all":
             return tokens, tokens
         labels = [IGNORED] * len(prompt) + completion
-        if self.loss_on == "assistant" and not isinstance(row["prompt"], str):
+        if self.loss_on == "assistant" and not isinstance(text_or_messages(row["prompt"]), str):
             both = [one for name in ("prompt", "completion") for one in conversation(row[name], name)]
             _, turns = self._of_turns(both, row)
             labels = [min(label, turn) for label, turn in zip(labels, turns, strict=True)]
@@ -198,7 +212,7 @@ class ChatTokenizer(RowTokenizer):
                 tools=_tools(row),
                 tokenize=tokenize,
                 return_dict=tokenize,
-                **(row.get("chat_template_kwargs") or {}),
+                **(read_json(row.get("chat_template_kwargs"), "chat_template_kwargs") or {}),
                 **options,
             )
         except Exception as error:  # templates raise whatever they like
@@ -217,6 +231,13 @@ class ChatTokenizer(RowTokenizer):
 
 def _tools(row: Row) -> Any:
     return without_empty(read_json(row.get("tools"), "tools")) or None
+
+
+def _tokens(value: Any, column: str) -> Tokens:
+    tokens = [] if isinstance(value, str) else list(value)
+    if isinstance(value, str) or not all(isinstance(one, Integral) for one in tokens):
+        raise ParallelismTypeError(f"{column} must be a list of integers.")
+    return tokens
 
 
 def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:

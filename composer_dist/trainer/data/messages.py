@@ -35,6 +35,18 @@ def conversation(value: Any, column: str) -> list[Message]:
     return [_message(one, f"Message {number} of {column}") for number, one in enumerate(messages)]
 
 
+def text_or_messages(value: Any) -> Any:
+    """The value of a column of texts or messages; a JSON list of messages is read."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            read = json.loads(value)
+        except ValueError:
+            return value
+        if isinstance(read, list) and read and all(isinstance(one, dict) and "role" in one for one in read):
+            return read
+    return value
+
+
 def read_json(value: Any, column: str) -> Any:
     """The value of a column that tables without lists and mappings hold as JSON.
 

@@ -56,7 +56,8 @@ class PadRows:
             return torch.stack(tensors)
         longest = max(len(one) for one in tensors)
         size = -(-longest // self.multiple_of) * self.multiple_of
-        made = torch.full((len(tensors), size), padding, dtype=tensors[0].dtype)
+        dtype = next((one.dtype for one in tensors if len(one)), torch.long)  # an empty list has none
+        made = torch.full((len(tensors), size), padding, dtype=dtype)
         for row, one in zip(made, tensors, strict=True):
             row[: len(one)] = one
         return made

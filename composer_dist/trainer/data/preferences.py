@@ -8,9 +8,11 @@ from torch import Tensor
 
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.data.chat import ChatTokenizer
+from composer_dist.trainer.data.messages import text_or_messages
 from composer_dist.trainer.data.packing import IGNORED
 from composer_dist.trainer.data.padding import PadRows
 from composer_dist.trainer.data.rows import Row, RowTokenizer, check_max_length
+from composer_dist.wording import near_miss
 
 _ANSWERS = ("chosen", "rejected")
 
@@ -44,9 +46,13 @@ class PreferenceTokenizer(RowTokenizer):
             ParallelismTypeError: a column holds values of another type.
         """
         if missing := [name for name in _ANSWERS if row.get(name) is None]:
+            if missing[0] in row:
+                raise ParallelismValueError(f"{missing[0]} is empty. Remove the row.")
+            near = near_miss(missing[0], list(row))
             raise ParallelismValueError(
-                f"The row has no {missing[0]!r}, which preferences need; it has {', '.join(row)}."
+                f"The row has no {missing[0]!r}, which preferences need; it has {', '.join(row)}.{near}"
             )
+        row = {**row, **{name: text_or_messages(row[name]) for name in _ANSWERS}}
         row = row if row.get("prompt") is not None else _with_prompt(row)
         made: dict[str, Any] = {}
         cut = False

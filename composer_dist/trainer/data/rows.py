@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from composer_dist import __version__
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.trainer.data.packing import IGNORED
 
@@ -60,7 +61,8 @@ class RowTokenizer(ABC):
         filtering, options = options, {**options, "remove_columns": sorted(set(names) - self.columns)}
         if stream:
             return rows.map(self._of_stream, **options).filter(self._stays, **filtering)
-        made = rows.map(self._counted, with_indices=True, **options)
+        version = {"version": __version__}  # of what is in the cache of `datasets`
+        made = rows.map(self._counted, with_indices=True, fn_kwargs=version, **options)
         kept = made.filter(self.teaches, **filtering)
         self._report(len(made), len(kept), sum(made[_CUT]))
         return kept.remove_columns(_CUT)
@@ -71,7 +73,7 @@ class RowTokenizer(ABC):
         labels = made["labels"]
         return not isinstance(labels, list) or any(label != IGNORED for label in labels)
 
-    def _counted(self, row: Row, number: int | None = None) -> dict[str, Any]:
+    def _counted(self, row: Row, number: int | None = None, version: str = "") -> dict[str, Any]:
         """What it makes of a row, and whether the row is cut; errors name the row."""
         try:
             made, cut = self.tokenized(row)

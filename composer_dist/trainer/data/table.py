@@ -65,7 +65,7 @@ class TableTokenizer(RowTokenizer):
                 f"The table has no column {column!r}.{near} Its columns: {', '.join(row)}."
             )
         value = row[column]
-        if value is None or value != value:  # a float that is not a number is an empty cell
+        if value is None or value == "" or value != value:  # NaN is an empty cell of a table of numbers
             raise ParallelismValueError(f"Column {column!r} is empty. Remove the row.")
         return value
 
@@ -77,9 +77,13 @@ class TableTokenizer(RowTokenizer):
 
     def _class(self, label: Any) -> Any:
         """The number of a class; without `classes`, the label."""
-        number = int(label) if isinstance(label, float) and label.is_integer() else label
+        whole = isinstance(label, bool) or (isinstance(label, float) and label.is_integer())
+        number = int(label) if whole else label
         if self.classes is None:
-            return int(label) if isinstance(label, bool) else label
+            return number if isinstance(label, bool) else label
+        lowered = [name.lower() for name in self.classes]
+        if isinstance(label, bool) and str(label).lower() in lowered:
+            return lowered.index(str(label).lower())
         if str(number) in self.classes:
             return self.classes.index(str(number))
         named_by_number = all(name.lstrip("-").isdigit() for name in self.classes)

@@ -202,8 +202,8 @@ def check_can_train(state: State) -> None:
         raise ParallelismValueError(
             f"{state.weights_only} has no states of the optimizers (weights_only): the run cannot train on. "
             "Resume from an earlier checkpoint; or start a new run from these weights with "
-            "Resume(load_path=..., load_weights_only=True); or let the optimizers start anew with "
-            'load_ignore_keys=["optimizer*"].'
+            "Resume(load_path=..., load_weights_only=True) and another folder to save to; or let the "
+            "optimizers start anew with load_ignore_keys=['optimizer*']. In YAML these are keys of resume."
         )
 
 

@@ -110,7 +110,7 @@ def test_a_metric_that_nothing_logs_is_named(tmp_path: Path) -> None:
         ParallelismKeyError, match=r"no metric 'metrics/eval/scone'. Did you mean 'metrics/eval/score'"
     ):
         fitted(**arguments)
-    with pytest.raises(ParallelismValueError, match="save_top_k must be positive, not 0"):
+    with pytest.raises(ParallelismValueError, match="save_top_k must be a positive integer, not 0"):
         CheckpointSaver(tmp_path, monitor=SCORE, save_top_k=0)
     with pytest.raises(ParallelismValueError, match="mode and save_top_k need a monitor"):
         CheckpointSaver(tmp_path, save_top_k=3)

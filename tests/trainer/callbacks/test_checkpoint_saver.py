@@ -82,8 +82,9 @@ def test_a_new_run_keeps_the_checkpoints_of_another_one(tmp_path: Path) -> None:
     ):
         second.fit()
     assert names(tmp_path) == before
-    trainer(CheckpointSaver(tmp_path, "1ba", keep=1, overwrite=True), max_duration="1ba").fit()
-    assert names(tmp_path) == ["ep0-ba1"]
+    (tmp_path / "best").symlink_to("ep0-ba3")
+    trainer(CheckpointSaver(tmp_path, "1ba", keep=None, overwrite=True), max_duration="1ba").fit()
+    assert sorted(os.listdir(tmp_path)) == ["ep0-ba1", "latest"]
 
 
 @pytest.mark.promise(100)
@@ -112,6 +113,8 @@ def test_latest_is_a_file_where_links_are_impossible(tmp_path: Path, monkeypatch
 def test_options_that_cannot_work(tmp_path: Path) -> None:
     for options, message in (
         ({"keep": 0}, "keep=0: the newest checkpoint is always kept"),
+        ({"keep": "3"}, "keep='3': the newest checkpoint is always kept"),
+        ({"monitor": "loss/eval/total", "save_top_k": 1.5}, "save_top_k must be a positive integer, not 1.5"),
         ({"filename": "model"}, "'model' would be the same for all"),
         ({"filename": "{step}"}, "'step' is unknown"),
         ({"interval": "0ba"}, "interval must be positive"),

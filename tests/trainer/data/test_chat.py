@@ -150,6 +150,11 @@ def test_messages_as_json_and_with_other_names_of_roles() -> None:
     make = ChatTokenizer(tokenizer)
     for row in CONVERSATIONS:
         assert make(row | {"messages": json.dumps(row["messages"])}) == make(row)
+    asked = ASKED[0]
+    written = {name: json.dumps(messages) for name, messages in asked.items()}
+    assert make(written) == make(asked)
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert make(CONVERSATIONS[0] | {"chat_template_kwargs": json.dumps(kwargs)}) == make(CONVERSATIONS[0])
     renamed = [{"human": "user", "gpt": "assistant"}.get(role, role) for role in ("system", "human", "gpt")]
     messages = [{"role": role, "content": role} for role in ("system", "human", "gpt")]
     expected = [one | {"role": role} for one, role in zip(messages, renamed, strict=True)]
@@ -191,6 +196,9 @@ def test_errors_name_the_row_and_warnings_count_rows() -> None:
             )
             == 0
         )
+    rows = [{"text": ""}, {"input_ids": [5, 6], "labels": [5, -100]}, {"input_ids": [5, 6], "labels": None}]
+    with pytest.warns(UserWarning, match="2 of 3 rows are left out"):
+        assert ChatTokenizer(tokenizer).map(rows) == [{"input_ids": [5, 6], "labels": [5, 6]}]
     for empty in ([], Dataset.from_list([]), IterableDataset.from_generator(lambda: iter(()))):
         with pytest.raises(ParallelismValueError, match="The data has no rows"):
             ChatTokenizer(tokenizer).map(empty)
@@ -211,6 +219,9 @@ FORGETFUL = UNMARKED.replace("message.content or ''", "message.content if loop.l
     (MARKED, {"conversations": [{"from": "gpt"}]}, "Message 0 of conversations, of role 'assistant', has no"),
     (MARKED, CONVERSATIONS[0] | {"tools": "[{"}, "tools is a string that is not valid JSON"),
     (MARKED, {"input_ids": [1, 2], "labels": [1]}, "input_ids has 2 tokens, but labels has 1"),
+    (MARKED, {"input_ids": ["1", "2"]}, "input_ids must be a list of integers"),
+    (MARKED, {"messages": None, "tools": None}, "messages is empty. Remove the row"),
+    (MARKED, {"mesages": []}, "it has mesages. Did you mean 'messages'"),
     ("{{ missing.content }}", CONVERSATIONS[0] | {"loss": 0}, "cannot render the messages .Undef"),
     (None, CONVERSATIONS[0], "no chat template, which messages need"),
     (FORGETFUL, CONVERSATIONS[1], r"message 2 the assistant wrote is not clear.*once the conversation cont"),

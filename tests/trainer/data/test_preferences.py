@@ -1,5 +1,6 @@
 """Pairs of answers as tokens: those of TRL's DPOTrainer."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,10 @@ def test_answers_that_repeat_the_prompt_or_are_the_same() -> None:
         make(repeated)
     with pytest.raises(ParallelismTypeError, match="chosen is a list.*remove the column prompt"):
         make(MESSAGES[0] | {"prompt": "Hi!"})
+    written = {name: json.dumps(messages) for name, messages in MESSAGES[0].items()}
+    assert make(written) == make(MESSAGES[0])
+    with pytest.raises(ParallelismValueError, match="rejected is empty. Remove the row"):
+        make({"chosen": "a", "rejected": None})
     same = {"prompt": "It is", "chosen": " good.", "rejected": " good."}
     with pytest.warns(UserWarning, match=r"1 of 2 rows is left out: .*, or both answers are the same"):
         assert len(make.map([same, same | {"rejected": " bad."}])) == 1

@@ -45,6 +45,8 @@ def test_rows_are_padded_column_by_column() -> None:
     }
     one = PadRows(0)([{"input_ids": torch.tensor([1, 2]), "label": 1}, {"input_ids": [3], "label": 0}])
     assert one["labels"].tolist() == [1, 0]
+    assert PadRows(7)([{"input_ids": []}, {"input_ids": [3]}])["input_ids"].tolist() == [[7], [3]]
+    assert PadRows(7)([{"input_ids": []}, {"input_ids": [3]}])["input_ids"].dtype == torch.long
     assert PadRows(0)([{"input_ids": [1, 2]}, {"input_ids": [3]}])["labels"].tolist() == [[1, 2], [3, -100]]
     packed = PadRows(0)([{"input_ids": [1, 2], "labels": [1, 2], "position_ids": [0, 1]}])
     assert "attention_mask" not in packed
@@ -82,6 +84,8 @@ def test_numbers_as_names_of_classes_as_labels_and_as_texts() -> None:
     assert [from_one({"text": "a", "label": label})["labels"] for label in (1, "2", 3.0)] == [0, 1, 2]
     with pytest.raises(ParallelismValueError, match="label 0 in column 'label' is neither"):
         from_one({"text": "a", "label": 0})
+    yes_first = TableTokenizer(tokenizer, classes=["True", "false"])
+    assert [yes_first({"text": "a", "label": label})["labels"] for label in (True, False)] == [0, 1]
     assert TableTokenizer(tokenizer)({"text": 7, "label": 0.5})["labels"] == 0.5
     writes = TableTokenizer(tokenizer, writes=True)
     assert writes({"text": 7, "label": 12}) == TableTokenizer(tokenizer)({"text": "7", "label": "12"})
@@ -90,6 +94,7 @@ def test_numbers_as_names_of_classes_as_labels_and_as_texts() -> None:
 
 
 @pytest.mark.parametrize(("row", "message"), [
+    ({"text": "", "label": 1}, "Column 'text' is empty. Remove the row"),
     ({"text": None, "label": 1}, "Column 'text' is empty. Remove the row"),
     ({"text": "a", "label": float("nan")}, "Column 'label' is empty. Remove the row"),
     ({"text": ["a"], "label": 1}, "Column 'text' must hold text, not list"),
