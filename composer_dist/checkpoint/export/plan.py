@@ -93,7 +93,7 @@ def plan_export(
         CheckpointValueError: safetensors does not support a dtype, or there is nothing to save.
     """
     given = {name: TracedBlueprint.stored(name, shape, dtype) for name, (shape, dtype) in sources.items()}
-    made: dict[str, TracedBlueprint] = revert(model, dict(given))
+    made: dict[str, TracedBlueprint] = _in_order(revert(model, dict(given)), given)
     index, headers, listing = _lay_out(made, max_shard_size, parameters)
     groups = _groups(made, together)
     candidates = [one for one in groups if not everything and all(name in parts for name in one.sources)]
@@ -109,6 +109,14 @@ def plan_export(
         else:
             direct |= found
     return ExportPlan(index, headers, listing, direct, tuple(gathered))
+
+
+def _in_order(
+    made: Mapping[str, TracedBlueprint], sources: Mapping[str, TracedBlueprint]
+) -> dict[str, TracedBlueprint]:
+    """In the model's order; transformers (5.23) sorts what it has loaded, as it has on one rank perhaps."""
+    places = {name: place for place, name in enumerate(sources)}
+    return dict(sorted(made.items(), key=lambda one: (places.get(one[0], len(places)), one[0])))
 
 
 def _lay_out(

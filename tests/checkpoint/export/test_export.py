@@ -10,14 +10,14 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
 from composer_dist import FSDP2Config
 from composer_dist.checkpoint import export_pretrained
 from composer_dist.checkpoint.export import plan as export_plan
 from composer_dist.checkpoint.export import weights as export_model
-from composer_dist.distributed import parallelize_model
+from composer_dist.distributed import init_context, parallelize_model
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError, ParallelismValueError
 from composer_dist.files.slabs import Slab
@@ -90,6 +90,25 @@ def test_every_mesh_writes_what_transformers_writes(
         for kind in models:
             expect(kind, tmp_path / "expected" / kind, "6KB")
             same_files(tmp_path / "found" / name / kind, tmp_path / "expected" / kind, kind)
+
+
+def export_what_one_rank_has_loaded(directory: Path) -> None:
+    warnings.simplefilter("ignore")
+    if dist.get_rank() == 0:
+        model = AutoModelForCausalLM.from_pretrained(directory / "given")
+    else:
+        with init_context():
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory / "given"))
+    parallelize_model(model, "fsdp")
+    export_pretrained(model, directory / "found", max_shard_size="6KB")
+
+
+@pytest.mark.promise(96)
+def test_a_model_that_one_rank_has_loaded_is_exported_as_it_came(tmp_path: Path) -> None:
+    """transformers sorts the names of a model that it has loaded, and those of other ranks not."""
+    expect("qwen3", tmp_path / "given", "6KB")
+    run(export_what_one_rank_has_loaded, 2, tmp_path)
+    same_files(tmp_path / "found", tmp_path / "given", "qwen3")
 
 
 def planned(model: Any, **options: Any) -> export_plan.ExportPlan:
