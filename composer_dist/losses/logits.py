@@ -32,7 +32,7 @@ _METHODS = {"size", "dim", "numel", "is_floating_point", "is_complex", "is_conti
 _VIEWS_OF_VALUES = {"T", "mT", "H", "mH", "data", "real", "imag"}
 _DTYPES = {"float": torch.float32, "double": torch.float64, "half": torch.half, "bfloat16": torch.bfloat16}
 _ELEMENTWISE = {
-    *("tanh", "add", "sub", "mul", "multiply", "div", "true_divide"),
+    *("clone", "tanh", "add", "sub", "mul", "multiply", "div", "true_divide"),
     *("__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truediv__"),
 }
 _OF_ROWS = {"view", "reshape", "flatten", "contiguous"}

@@ -65,6 +65,8 @@ MODES: dict[str, tuple[int, Any, Any]] = {
     "softcap": (2, gemma, config()),
     "lora on the head": (2, lora_head, config()),
     "ddp": (2, hf.llama, DDPConfig()),
+    "ddp, unused parameters are searched": (2, hf.llama, DDPConfig(find_unused_parameters=True)),
+    "ddp, static graph": (2, hf.llama, DDPConfig(static_graph=True)),
     "tp": (2, hf.llama, config(TPConfig())),
     "tp, lora on the head": (2, lora_head, config(TPConfig())),
     "tp, a tied head": (2, hf.tied_llama, config(TPConfig())),
@@ -81,6 +83,7 @@ FIRST = (
     "loss parallel",
     "cp",
     "ddp",
+    "ddp, unused parameters are searched",
     "compiled",
 )
 
