@@ -102,7 +102,7 @@ def test_help_and_version_import_nothing_heavy() -> None:
 def test_the_entry_point_and_the_version_are_those_that_are_declared() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"composer-dist": "composer_dist.cli.main:main"}
-    assert ("version" in project["project"], project["project"]["dynamic"]) == (False, ["version"])
+    assert "version" in project["project"]["dynamic"]
     assert project["tool"]["hatch"]["version"] == {"path": "composer_dist/__init__.py"}
     assert f'__version__ = "{__version__}"\n' in Path(composer_dist.__file__).read_text()
 

@@ -65,6 +65,6 @@ def test_every_extra_is_in_the_table() -> None:
 
 
 def test_the_version_has_one_source() -> None:
-    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert PROJECT["project"]["dynamic"] == ["version", "urls"]
     assert PROJECT["tool"]["hatch"]["version"] == {"path": "composer_dist/__init__.py"}
     assert composer_dist.__version__ in POLICY
