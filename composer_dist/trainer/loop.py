@@ -221,12 +221,18 @@ class TrainingLoop:
 
 
 def _check_trainable(state: State) -> None:
-    """Refuses to train without optimizers; warns of trainable parameters that none of them has."""
+    """Refuses optimizers that would move nothing; warns of trainable parameters that none of them has."""
     if not state.optimizers:
         raise ParallelismValueError("Training needs optimizers; pass them to the Trainer.")
     held = {id(parameter) for parameter in state.optimized_parameters()}
-    parameters = named_parameters_canonical(state.model)
-    if idle := [name for name, one in parameters if one.requires_grad and id(one) not in held]:
+    trainable = [one for one in named_parameters_canonical(state.model) if one[1].requires_grad]
+    idle = [name for name, one in trainable if id(one) not in held]
+    if idle and len(idle) == len(trainable):
+        raise ParallelismValueError(
+            f"The optimizers hold none of the model's trainable parameters ({listed(idle, 5)}), so training "
+            "would change nothing. Build them from this model's parameters, after adapters are added."
+        )
+    if idle:
         warnings.warn(
             f"{listed(idle, 5)}: trainable but in no optimizer, so gradients are computed for nothing. Give "
             "them to an optimizer (built after adapters are added), or freeze them.",

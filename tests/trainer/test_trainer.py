@@ -106,6 +106,10 @@ def test_a_fit_needs_a_duration_data_and_optimizers() -> None:
         trainer.fit(duration="0ba")
     with pytest.raises(ParallelismValueError, match="Training needs optimizers"):
         fitted(optimizers=None)
+    with pytest.raises(
+        ParallelismValueError, match=r"hold none of the model's trainable parameters \(.*weight"
+    ):
+        fitted(optimizers=Adam(classifier().parameters()))  # of another model
     done, _ = fitted(max_duration="1ba")
     with pytest.raises(ParallelismValueError, match="already reached max_duration='1ba'"):
         done.fit()
