@@ -261,7 +261,7 @@ def test_ranks_that_are_given_something_else_are_told(tmp_path: Path) -> None:
     own = tmp_path / f"rank{rank}"
     own.mkdir()
     save_file({"row": torch.zeros(1 + rank, 8)}, own / "model.safetensors")
-    other = "has 136 bytes here, but 104 where"
+    other = "has 136 bytes, but 104 are expected"
     refused(CheckpointValueError, "rank1", other, weights=own, strict=False)
     elsewhere = "Rank 1 is at 'the plan' while rank 0"
     refused(ParallelismRuntimeError, elsewhere, weights=None if rank else path)
