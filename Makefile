@@ -35,6 +35,7 @@ $(VENV)/constraints.txt: constraints.txt | $(BIN)/pip
 	sed -e '/^setuptools==/d' -e 's/^torch==.*/torch==$(TORCH)/' $< > $@
 
 $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
+	@echo "Installing the packages of constraints.txt into $(VENV): a few minutes, once"
 	$(INSTALL) -e '.[dev]'
 	touch $@
 

@@ -8,13 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from composer_dist.cli.announce import say
+from composer_dist.cli.train import Overrides
 
 EXAMPLES = """
 Examples:
 
   composer-dist plan path/to/model --world-size 8 --device-memory 80GiB --batch 1x8192
   composer-dist plan path/to/model --world-size 8 --device-memory 80GiB --batch 8x8192 --suggest
-  composer-dist plan pretrain.yaml --world-size 1024 --html report.html
+  composer-dist plan pretrain.yaml data.batch_size=4096 --world-size 1024 --html report.html
   composer-dist plan models.py:function --world-size 64 --config parallelism.yaml --json
 
 Exit status: 0 if it fits or no memory is given, 1 if it does not, 2 if the call is wrong.
@@ -29,6 +30,7 @@ def plan(
             "package.module:name."
         ),
     ],
+    overrides: Overrides = None,
     world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of ranks.")] = 1,
     device_memory: Annotated[
         str | None,
@@ -47,7 +49,10 @@ def plan(
     precision: Annotated[
         str | None, typer.Option("--precision", help="Precision, such as amp_bf16.", show_default=False)
     ] = None,
-    optimizer: Annotated[str, typer.Option("--optimizer", help="Optimizer, such as adamw or sgd.")] = "adamw",
+    optimizer: Annotated[
+        str | None,
+        typer.Option("--optimizer", help="Optimizer, such as sgd; adamw by default.", show_default=False),
+    ] = None,
     topology: Annotated[
         str, typer.Option("--topology", help="Links between devices: h100 or a100.")
     ] = "h100",
@@ -77,7 +82,7 @@ def plan(
     from composer_dist.recipe.dry_run import planned
     from composer_dist.wording import human_bytes
 
-    found = _on_gpus(planned(model, world_size, config, precision, optimizer))
+    found = _on_gpus(planned(model, world_size, config, precision, optimizer, overrides or ()))
     made, step, suggestion = found.plan, shape or found.batch, None
     if suggested:
         suggestion = _suggestion(found, limit, shape or found.share, topology, device)
@@ -107,10 +112,14 @@ def plan(
         typer.echo(f"{suggestion}\nFor --config, or in a run's file:\n\n{text.rstrip()}")
     else:
         typer.echo("\n".join(str(one) for one in (made, estimate, traffic, work) if one))
+        chosen = "" if "composer" in found.wishes else f"--optimizer {optimizer or 'adamw'} "
+        typer.echo(f"Calculated with {chosen}--device {device} --topology {topology}.")
         if limit is not None:
-            verb, remedy = ("fits", "") if fits else ("does not fit", " --suggest searches a plan that does.")
+            verb, more = ("fits", "") if fits else ("does not fit", " --suggest searches a plan that does.")
+            if fits and estimate.reserved > limit:
+                more = f" But torch's allocator may reserve {human_bytes(estimate.reserved)}, which is more."
             needed = f"{human_bytes(estimate.peak)} of {human_bytes(limit)}"
-            typer.echo(f"A rank {verb}: it needs {needed}.{remedy}")
+            typer.echo(f"A rank {verb}: it needs {needed}.{more}")
     if fits is False:
         raise typer.Exit(1)
 

@@ -33,7 +33,7 @@ def check_targets(model: nn.Module, config: PeftConfig) -> None:
                 continue
             near = near_miss(missing[0], {name.rpartition(".")[2] for name in modules})
             faults.append(
-                f"{type(config).__name__}({field}=): {listed([repr(name) for name in missing])} matches "
+                f"{type(config).__name__}.{field}: {listed([repr(name) for name in missing])} matches "
                 f"nothing in {type(model).__name__}.{near} Its linear layers are called "
                 f"{listed(sorted(linear), 20)}."
             )

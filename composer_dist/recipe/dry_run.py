@@ -1,7 +1,7 @@
 """What a run would do: needs no process group and no memory for the model."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,13 +225,21 @@ class Planned:
     """In a step."""
 
 
-def planned(model: str, world: int, config: Path | None, precision: str | None, optimizer: str) -> Planned:
+def planned(
+    model: str,
+    world: int,
+    config: Path | None = None,
+    precision: str | None = None,
+    optimizer: str | None = None,
+    overrides: Sequence[str] = (),
+) -> Planned:
     """The plan of what `model` names: a config.json, a model directory, a run's YAML or `module:function`.
 
     Args:
-        config: a YAML file with the fields of `ParallelismConfig`; not for a run, which has its own.
+        config: a YAML file with the fields of `ParallelismConfig`.
         precision: of the computation.
-        optimizer: the name of a class, as in a run.
+        optimizer: the name of a class, as in a run; AdamW if None.
+        overrides: of the values of a run, which has the other arguments in its file.
 
     Raises:
         ParallelismError: the model cannot be built, or not be prepared like this.
@@ -239,9 +247,19 @@ def planned(model: str, world: int, config: Path | None, precision: str | None, 
     file = Path(model)
     with quiet_imports():
         if file.suffix in (".yaml", ".yml"):
-            return _of_run(file, world)
+            given = {"--config": config, "--precision": precision, "--optimizer": optimizer}
+            if ignored := [name for name, value in given.items() if value is not None]:
+                raise ParallelismValueError(
+                    f"{', '.join(ignored)}: {model} is a run, which sets this itself. Override its values "
+                    "instead: parallelism=..., trainer.precision=amp_bf16, optimizer=sgd."
+                )
+            return _of_run(file, world, overrides)
+        if overrides:
+            raise ParallelismValueError(
+                f"{' '.join(overrides)}: only values of a run's YAML can be overridden, and {model} is none."
+            )
         built = _built(model)
-    kind = find("--optimizer", OPTIMIZERS, optimizer, Path())
+    kind = find("--optimizer", OPTIMIZERS, optimizer or "adamw", Path())
     wishes: dict[str, Any] = {
         "config": "fsdp" if config is None else _mapping(config),
         "optimizer": kind([parameter for parameter in built.parameters() if parameter.requires_grad]),
@@ -250,8 +268,8 @@ def planned(model: str, world: int, config: Path | None, precision: str | None, 
     return Planned(plan_parallelism(built, world_size=world, **wishes), built, wishes)
 
 
-def _of_run(file: Path, world: int) -> Planned:
-    configuration = read_configuration(file)
+def _of_run(file: Path, world: int, overrides: Sequence[str]) -> Planned:
+    configuration = read_configuration(file, overrides)
     run = configuration.run
     with blamed_on(configuration.document):
         tokenizer = tokenizer_of(run)
@@ -287,14 +305,14 @@ def _batch(run: Run, plan: ParallelPlan) -> Any:
 def _built(name: str) -> nn.Module:
     """The model, on the meta device."""
     file = Path(name)
-    if file.is_dir() or file.suffix == ".json":
+    if file.is_dir() or file.name == "config.json":
         folder = file if file.is_dir() else file.parent
         if (folder / "config.json").is_file():
             return model_like(folder, "Its config.json must name an architecture")  # type: ignore[no-any-return]
     if ":" not in name:
         raise ParallelismValueError(
-            f"{name} is not a model: expected a directory with a config.json, a config.json, a run's YAML, "
-            "or package.module:function for a function that returns one."
+            f"{name} is not a model: expected a directory with a config.json, a file called config.json, a "
+            "run's YAML, or package.module:function for a function that returns one."
         )
     with init_context():
         made = resolve(name, Path())()

@@ -32,7 +32,9 @@ def blamed_on(document: Document, kinds: tuple[type[Exception], ...] = WRONG) ->
     except kinds as error:
         if isinstance(error, ConfigurationError) or is_of_users_code(error):
             raise
-        raise ConfigurationError(f"{document.blamed(str(error))}: {error}") from error
+        place = document.blamed(str(error))
+        text = str(error).removeprefix(f"{place[1:-1]}: ")  # an override that the text names itself
+        raise ConfigurationError(f"{place}: {text}") from error
 
 
 class Problems:

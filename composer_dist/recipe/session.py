@@ -3,6 +3,7 @@
 import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 from composer_dist.checkpoint import export_pretrained, full_model_state
 from composer_dist.distributed import (
@@ -89,21 +90,19 @@ def _run(session: Session) -> None:
         if done is not None and trainer.resumed_from is not None:
             done = replace(done, initialized=())  # the checkpoint has since been loaded
         _say(f"{done or ''}")
-        duration, batch = session.run.trainer["max_duration"], trainer.state.timestamp.batch
+        duration = session.run.trainer["max_duration"]
         if trainer.state.timestamp.reached(Time.of(duration)):
             _say(
                 f"The run in {session.run.out} has already reached trainer.max_duration={duration}. Raise "
                 "trainer.max_duration to continue, or set another `out` to start over."
             )
         else:
-            if trainer.resumed_from is not None and batch:
-                _say(f"Resuming from {trainer.resumed_from} after batch {batch}.")
             _say(_steps(session))
             trainer.fit()
         limits = hang_limits(session.run.trainer.get("hang_timeout"))
         with HangGuard(limits, doing=lambda: "the export").at("save"):
-            finish(session)
-        _say(session.summary.text(trainer.state, session.run.out))
+            exported = finish(session)
+        _say(session.summary.text(trainer.state, session.run.out, exported))
     finally:
         session.trainer.close()
 
@@ -118,14 +117,14 @@ def _steps(session: Session) -> str:
         return ""
 
 
-def finish(session: Session) -> None:
-    """Writes the trained model, or its adapter, for others to load; a collective."""
+def finish(session: Session) -> Path | None:
+    """Writes the trained model, or its adapter, for others to load, and returns where; a collective."""
     if not session.run.export:
-        return
+        return None
     averages = next((one for one in session.trainer.callbacks if isinstance(one, EMA)), None)
     with averages.swapped_in(session.trainer.state) if averages else nullcontext():
         if isinstance(session.run.model, ModuleModel):
-            _write_module(session)
+            path = _write_module(session)
         else:
             adapter = session.run.model.adapter is not None and session.run.export != "merged"
             path = session.run.out / ("adapter" if adapter else "model")
@@ -134,9 +133,10 @@ def finish(session: Session) -> None:
             _say(f"{what} saved to {path}; load it with {library} from_pretrained.")
     if averages:
         _say("The saved weights are the EMA's averages.")
+    return path
 
 
-def _write_module(session: Session) -> None:
+def _write_module(session: Session) -> Path:
     """Writes the state of the user's own module as one file for `load_state_dict`."""
     model = session.model
     state = full_model_state(model.module if isinstance(model, ComposerClassifier) else model)
@@ -150,6 +150,7 @@ def _write_module(session: Session) -> None:
                 file.save_object(state)
             aside.replace(path)  # an earlier one is valid until now
     _say(f"Model saved to {path}; load it with torch.load and load_state_dict.")
+    return path
 
 
 def _say(text: str) -> None:

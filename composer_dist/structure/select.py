@@ -109,7 +109,16 @@ def neighbor(match: Match, modules: Mapping[str, nn.Module]) -> str:
         return ""
     if match.startswith("type:"):
         return near_miss(match, {f"type:{type(module).__qualname__}" for module in modules.values()})
-    return near_miss(match.removeprefix("re:"), modules)
+    if match.startswith("re:"):
+        return near_miss(match, {one for name in modules for one in _patterns(name)})
+    return near_miss(match, modules)
+
+
+def _patterns(name: str) -> tuple[str, str]:
+    """Regular expressions for the module alone, and for all with other numbers."""
+    parts = [re.escape(part) for part in name.split(".")]
+    numbers = [r"\d+" if part.isdecimal() else part for part in parts]
+    return "re:" + r"\.".join(parts), "re:" + r"\.".join(numbers)
 
 
 def children_of(name: str, structure: Structure) -> list[str]:

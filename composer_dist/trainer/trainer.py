@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -209,6 +210,8 @@ class Trainer:
         if resume is not None:
             with self._guard.at("load"):
                 self.resumed_from = resume_run(resume, self.state, self.callbacks, self.load_state_dict)
+            if self.state.rank == 0 and (batch := self.state.timestamp.batch):
+                print(f"Resuming from {self.resumed_from} after batch {batch}.", file=sys.stderr, flush=True)
 
     def fit(
         self, *, duration: Time | str | int | None = None, train_dataloader: Iterable[Any] | None = None

@@ -177,3 +177,45 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     status, _, told = printed(tmp_path)
     assert (status, told.count("--like"), told.count("must name an architecture")) == (2, 0, 1)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_another_file_beside_a_config_is_not_planned_as_that(directory: Path, exists: bool) -> None:
+    other = directory / "other.json"
+    if exists:
+        other.write_text(json.dumps({**SIZES, "num_hidden_layers": 3}))
+    status, shown, told = printed(other, "--world-size", 2)
+    assert (status, shown) == (2, "")
+    assert f"{other} is not a model" in told
+    assert "a file called config.json" in told
+
+
+def test_what_the_figures_assume_is_said(directory: Path) -> None:
+    _, shown, _ = printed(directory)
+    assert shown.endswith("Calculated with --optimizer adamw --device h100 --topology h100.\n")
+    _, shown, _ = printed(directory, "--optimizer", "sgd", "--topology", "a100")
+    assert shown.endswith("Calculated with --optimizer sgd --device h100 --topology a100.\n")
+
+
+def test_less_than_the_allocator_reserves_is_said(directory: Path) -> None:
+    options = (directory, "--world-size", 2, "--batch", "2x16")
+    memory = json.loads(printed(*options, "--json")[1])["memory"]
+    assert memory["peak"] < memory["reserved"]
+    status, shown, _ = printed(*options, "--device-memory", f"{memory['peak']}B")
+    assert (status, "A rank fits" in shown, "torch's allocator may reserve" in shown) == (0, True, True)
+
+
+@pytest.mark.promise(109)
+def test_values_of_a_run_are_overridden(tmp_path: Path) -> None:
+    run = PRESETS / "pretrain.yaml"
+    status, shown, told = printed(run, "model.config.num_hidden_layers=3", "--world-size", 2)
+    assert (status, told) == (0, "")
+    assert "model.model.layers.* (2 units)" in shown
+    assert shown.endswith("Calculated with --device h100 --topology h100.\n")
+    status, _, told = printed(run, "model.config.num_hidden_layer=3")
+    assert (status, "num_hidden_layers" in told) == (2, True)
+    status, _, told = printed(run, "--precision", "amp_bf16", "--optimizer", "sgd")
+    assert status == 2
+    assert f"--precision, --optimizer: {run} is a run, which sets this itself" in told
+    status, _, told = printed(tmp_path, "optimizer.lr=1")
+    assert (status, "optimizer.lr=1: only values of a run's YAML" in told) == (2, True)

@@ -93,6 +93,10 @@ def test_unmatched_rules_are_all_named_with_a_neighbor() -> None:
         choose(models.B(), Rule("layer.1", shard=True), Rule("re:x", shard=True), Rule("head", shard=True))
     assert "No module matches 'layer.1'. Did you mean 'layers.1'?" in str(caught.value)
     assert "No module matches 're:x'." in str(caught.value)
+    with pytest.raises(ParallelismValueError) as caught:
+        choose(models.B(), Rule(r"re:layer\.\d+", shard=True), Rule(r"re:layer\.1", shard=True))
+    assert r"No module matches 're:layer\\.\\d+'. Did you mean 're:layers\\.\\d+'?" in str(caught.value)
+    assert r"No module matches 're:layer\\.1'. Did you mean 're:layers\\.1'?" in str(caught.value)
     assert "'head'" not in str(caught.value)
 
 

@@ -43,7 +43,7 @@ def refused(preset: str, *overrides: str) -> str:
         (
             "finetune",
             ["model.config=null", "model.pretrained=./nope", "model.tokenizer=bytes"],
-            "model.pretrained=./nope: there is no such directory (seen from ",
+            "'model.pretrained=./nope': there is no such directory (seen from ",
         ),
         (
             "finetune",
@@ -53,7 +53,7 @@ def refused(preset: str, *overrides: str) -> str:
         (
             "pretrain",
             ["model.tokenizer=nope"],
-            "model.tokenizer=nope: there is no such directory (seen from ",
+            "'model.tokenizer=nope': there is no such directory (seen from ",
         ),
         (
             "lora",
@@ -103,8 +103,7 @@ def test_a_folder_of_runs_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "latest").symlink_to("ep1")
     said = refused("finetune", "model.config=null", f"model.pretrained={tmp_path}", "model.tokenizer=null")
     assert said == (
-        f"'model.pretrained={tmp_path}': model.pretrained={tmp_path}: the directory has no config.json of a "
-        "model; it has checkpoints."
+        f"'model.pretrained={tmp_path}': the directory has no config.json of a model; it has checkpoints."
     )
 
 

@@ -274,12 +274,15 @@ def test_a_subset_ends_the_epoch_on_all_ranks(world2: World) -> None:
 
 
 @pytest.mark.promise(129)
-def test_arguments_and_classes_with_composers_names(tmp_path: Path) -> None:
+def test_arguments_and_classes_with_composers_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = {"save_folder": tmp_path, "save_interval": "2ba", "max_duration": "4ba"}
     first, _ = fitted(**given)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["ep0-ba2", "ep1-ba4", "latest"]
     again, _ = fitted(**given | {"autoresume": True, "max_duration": "5ba"})
     assert again.resumed_from == str(tmp_path / "ep1-ba4")
+    assert f"Resuming from {again.resumed_from} after batch 4.\n" in capsys.readouterr().err
     loaded, _ = quiet(load_path=tmp_path / "ep1-ba4")
     same_weights = weights(loaded.state.model)
     assert all(torch.equal(same_weights[name], value) for name, value in weights(first.state.model).items())

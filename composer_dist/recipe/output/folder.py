@@ -29,7 +29,8 @@ from composer_dist.recipe.schema import Run
 
 CONFIGURATION, ENVIRONMENT = "configuration.yaml", "environment.json"
 _WRITTEN = (CONFIGURATION, ENVIRONMENT, LOCK, PLACES["file"]["path"], f"{PLACES['file']['path']}.new")
-_LINKS = ("checkpoints", "base", "model", "model.pt", "adapter", PLACES["tensorboard"]["log_dir"])
+EXPORTS = ("model", "model.pt", "adapter")
+_LINKS = (*EXPORTS, "checkpoints", "base", PLACES["tensorboard"]["log_dir"])
 """What a link could make the run write, replace or remove elsewhere."""
 _PACKAGES = ("composer_dist", "transformers", "peft", "safetensors", "datasets", "torchao")
 

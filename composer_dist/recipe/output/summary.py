@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from composer_dist.recipe.output.folder import EXPORTS
 from composer_dist.trainer import Callback, Logger, State
 
 
@@ -50,8 +51,8 @@ class RunSummary(Callback):
         self._lowest = None if state["lowest"] is None else torch.tensor(state["lowest"])
         self._evaluations = dict(state["evaluations"])
 
-    def text(self, state: State, out: Path) -> str:
-        """The summary of the run in the folder `out`."""
+    def text(self, state: State, out: Path, exported: Path | None) -> str:
+        """The summary of the run in the folder `out`, which has written its model to `exported`."""
         lines = []
         if self._began is not None:
             seconds = round(time.monotonic() - self._began)
@@ -65,8 +66,13 @@ class RunSummary(Callback):
             measured = name in state.metric_values  # not if the run had ended already
             at_end = f"{float(state.metric_values[name]):.4f} at the end, " if measured else ""
             lines.append(f"{name}: {at_end}{loss:.4f} at best (after batch {batch}).")
-        there = ", ".join(sorted(f"{one.name}{os.sep * one.is_dir()}" for one in _entries(out)))
+        there = ", ".join(sorted(_listed(one, exported) for one in _entries(out)))
         return "\n".join([*lines, f"Everything is in {out}: {there}."])
+
+
+def _listed(one: Path, exported: Path | None) -> str:
+    older = one.name in EXPORTS and one != exported
+    return f"{one.name}{os.sep * one.is_dir()}{' (exported by an earlier run)' * older}"
 
 
 def _entries(out: Path) -> list[Path]:

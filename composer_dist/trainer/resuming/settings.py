@@ -114,7 +114,7 @@ def _other_class(path: str, kind: str, then: str, mine: str) -> CheckpointValueE
 
 def _table(path: str, rows: Sequence[tuple[str, ...]], fresh: Sequence[int]) -> str:
     """What differs, in columns."""
-    lines = [("setting", "checkpoint", "config", "counts"), *rows]
+    lines = [("setting", "checkpoint", "config", "used"), *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(3)]
     text = [f"These settings differ from {path}:"]
     for *cells, counts in lines:
