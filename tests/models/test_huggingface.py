@@ -172,18 +172,12 @@ def test_an_empty_adapter_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "missing"),
     [
-        (
-            {"target_modules": ["q_proj", "v_prj"]},
-            r"LoraConfig\.target_modules: 'v_prj' .* Did you mean 'v_proj'",
-        ),
-        ({"modules_to_save": ["lm_head", "score"]}, r"LoraConfig\.modules_to_save: 'score' matches nothing"),
-        ({"exclude_modules": ["odd"]}, r"LoraConfig\.exclude_modules: 'odd' matches nothing"),
-        (
-            {"target_parameters": ["q_proj.weight", "odd.weight"]},
-            r"LoraConfig\.target_parameters: 'odd.weight'",
-        ),
-        ({"rank_pattern": {"q_proj": 2, "k_prj": 2}}, r"LoraConfig\.rank_pattern: 'k_prj' matches nothing"),
-        ({"layers_to_transform": [0, 9]}, r"LoraConfig\.layers_to_transform: '9' matches nothing"),
+        ({"target_modules": ["q_proj", "v_prj"]}, r"target_modules: 'v_prj' .* Did you mean 'v_proj'"),
+        ({"modules_to_save": ["lm_head", "score"]}, r"modules_to_save: 'score' matches nothing"),
+        ({"exclude_modules": ["odd"]}, r"exclude_modules: 'odd' matches nothing"),
+        ({"target_parameters": ["q_proj.weight", "odd.weight"]}, r"target_parameters: 'odd.weight'"),
+        ({"rank_pattern": {"q_proj": 2, "k_prj": 2}}, r"rank_pattern: 'k_prj' matches nothing"),
+        ({"layers_to_transform": [0, 9]}, r"layers_to_transform: '9' matches nothing"),
     ],
 )
 def test_what_an_adapter_names_must_be_in_the_model(options: Any, missing: str) -> None:
