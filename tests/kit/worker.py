@@ -205,6 +205,8 @@ def _torchrun_environment(job: Job) -> dict[str, str]:
 
 def _tear_down() -> None:
     """Leaves nothing of a run behind: no process group, no cached mesh, no cycle with a model."""
+    # The reducers of torch's own DDP must not be the last holders of their groups; see `InPlaceDDP`.
+    groups = list(dist.distributed_c10d._world.pg_map)
     if dist.is_initialized():
         dist.destroy_process_group()
     clear_dtensor_caches()
@@ -215,6 +217,7 @@ def _tear_down() -> None:
         if type(mesh) is DeviceMesh:  # torch 2.12 never frees those of DTensors
             mesh._pg_registry.clear()
     gc.collect()
+    del groups
     gc.freeze()  # what is left are imports and caches that stay: keeps the next collection short
 
 

@@ -82,9 +82,11 @@ def test_a_rank_allocates_and_sends_what_the_plan_says(way: str, make: Callable[
     plan = plan_parallelism(alone, options(), world_size=ranks, optimizer=adam)
     memory = plan.memory((4, 64), rank=dist.get_rank())
     planned: Counter[Any] = Counter()
+    largest = 0
     for row in plan.communication((4, 64), rank=dist.get_rank()):
         if row.phase == "start-up":
             continue
+        largest = max(largest, row.bytes // row.count)
         planned[row.collective, row.ranks] += row.bytes
         planned[row.collective, row.ranks, "count"] += row.count
 
@@ -112,7 +114,7 @@ def test_a_rank_allocates_and_sends_what_the_plan_says(way: str, make: Callable[
     with collector_paused():
         peak = min(profiled(step) for _ in range(3))
     peak += memory.parameters + memory.padding + memory.optimizer + memory.buffers
-    late = memory.communication  # of gloo's thread, where the machine is busy
+    late = memory.communication + largest  # of gloo's thread, where the machine is busy
     assert 0.97 * memory.peak <= peak <= 1.03 * memory.peak + late, peak / memory.peak
 
 
