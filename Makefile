@@ -50,7 +50,7 @@ demo: $(VENV)/.dev
 	$(BIN)/python examples/demo/reload.py
 
 test: $(VENV)/.dev
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 
 test-all: $(VENV)/.dev
 	$(BIN)/pytest -n 2 --dist worksteal -m ''

@@ -327,6 +327,7 @@ assert _torch.optimizers_were_made()
 """
 
 
+@pytest.mark.slow
 def test_it_shows_that_an_optimizer_was_made() -> None:
     """Without the mark on a class's step: an optimizer that was not handed in goes unnoticed."""
     subprocess.run([sys.executable, "-c", _MADE], check=True)

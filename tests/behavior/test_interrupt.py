@@ -35,7 +35,8 @@ def launch(rank: int, port: int, group: int, way: str, stderr: int | None) -> su
     )
 
 
-@pytest.mark.parametrize("way", ["messages", pytest.param("memory", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["messages", "memory"])
 def test_ctrl_c_during_delivery_ends_all_ranks_and_leaves_nothing(way: str) -> None:
     store = _host_store()
     terminal, theirs = pty.openpty()

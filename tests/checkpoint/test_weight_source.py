@@ -75,7 +75,7 @@ def assembled(source: Any) -> dict[str, Tensor]:
     ("mode", "kinds"),
     [
         ("fsdp2", ["phi3", "tied", "mixtral", "lora llama"]),
-        ("fsdp_tp", ["gpt2", "lora llama"]),
+        slow("fsdp_tp", ["gpt2", "lora llama"]),
         slow("fsdp2", ["gpt2", "qwen3", "lora gpt2", "dora", "tokens"]),
         slow("plain", [*PLAIN, *ADAPTED]),
         slow("ddp", [*PLAIN, *ADAPTED]),

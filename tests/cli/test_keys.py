@@ -66,6 +66,7 @@ def test_no_key_or_type_is_cut_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPa
     assert lines[at + 1 : at + 3] == ["  null)", "      the most samples in one forward and backward"]
 
 
+@pytest.mark.slow
 def test_the_presets_match_the_schema_and_mistakes_do_not() -> None:
     status, shown, _ = printed("schema")
     assert status == 0

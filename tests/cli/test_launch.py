@@ -89,6 +89,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.promise(107)
 def test_the_store_of_the_ranks_is_on_loopback_and_has_no_pickles(launch: Launch, capfd: Capture) -> None:
     assert launch(READS_THE_STORE) == 0
@@ -170,6 +171,7 @@ with HangGuard(1) as guard:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.promise(117)
 def test_a_hang_is_told_by_a_rank_that_runs(launch: Launch, capfd: Capture) -> None:
     assert launch(HANGS) == 75

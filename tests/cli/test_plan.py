@@ -116,6 +116,7 @@ def test_where_nothing_fits_there_is_advice(directory: Path) -> None:
     assert found["suggestion"]["advice"][0]["peak"] <= 1500_000
 
 
+@pytest.mark.slow
 @pytest.mark.promise(116)
 def test_a_run_gets_a_suggestion_for_its_own_batch() -> None:
     options = (PRESETS / "pretrain.yaml", "--world-size", 2, "--device-memory", "80GiB")

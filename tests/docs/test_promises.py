@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,6 +26,7 @@ def test_every_promise_has_a_test_and_every_mark_a_promise() -> None:
     assert set.union(*map(marked, (ROOT / "tests").rglob("test_*.py"))) == set(listed)
 
 
+@pytest.mark.slow
 def test_the_tests_of_one_promise_can_be_chosen() -> None:
     options = ["--collect-only", "-q", "-m", "", "--promise", "2", "tests/distributed/mesh/test_mesh.py"]
     command = [sys.executable, "-m", "pytest", *options]

@@ -32,6 +32,7 @@ def twice(name: str, out: Path, found: str) -> tuple[str, list[str]]:
     return run(name, out, 2), sorted(path.name for path in out.glob(found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "needs", "found", "expected"),
     [

@@ -22,6 +22,7 @@ from composer_dist.distributed import init_context, unparallelize_model  # noqa:
 from composer_dist.errors import CheckpointValueError, ParallelismError, ParallelismValueError  # noqa: E402
 from composer_dist.integrations.lightning import ComposerDistStrategy  # noqa: E402
 from tests.kit.compare import close, equal, fails, same  # noqa: E402
+from tests.kit.grids import slow  # noqa: E402
 from tests.kit.huggingface import llama, lora_llama  # noqa: E402
 from tests.kit.meshes import MESHES  # noqa: E402
 from tests.kit.training import Body  # noqa: E402
@@ -198,7 +199,7 @@ def check_resumed(world: Any, folder: Path, kind: str, mesh: str, full: bool) ->
     equal(rest[0][4], whole[0][4])
 
 
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("full", [slow(False), True])
 def test_a_run_that_resumes_in_a_new_world_ends_with_the_same_bits(
     world2: World, tmp_path: Path, full: bool
 ) -> None:

@@ -132,6 +132,7 @@ def nf4_lora() -> Any:
     return lora(model, init_lora_weights=False)
 
 
+@pytest.mark.slow
 def test_the_reward_and_kto_trainers_train_as_in_one_process(
     world2: World, tmp_path: Path, alone: Any
 ) -> None:
@@ -172,6 +173,7 @@ def quantized(folder: str) -> tuple[Ran, Ran, Ran]:
     return whole, result(trainer), Ran([], [], {n: p for n, p in weights(loaded).items() if "lora" in n})
 
 
+@pytest.mark.slow
 @NF4
 def test_qlora_resumes_bit_for_bit_and_exports_its_adapter(world2: World, tmp_path: Path) -> None:
     for whole, resumed, loaded in world2(quantized, str(tmp_path), **RANKS):
@@ -204,6 +206,7 @@ def rewarded(folder: str, config: Any = None, **options: Any) -> Ran:
     return run(folder, config, kinds=lambda: (GRPOTrainer, GRPOConfig), trainer=given, **groups, **options)
 
 
+@pytest.mark.slow
 def test_grpo_s_steps_are_those_of_one_process(world1: World, world2: World, tmp_path: Path) -> None:
     [expected] = world1(rewarded, str(tmp_path), **ONE)
     assert max(expected.norms) > 0
@@ -277,6 +280,7 @@ def example(folder: str) -> tuple[int, str]:
     return state["global_step"], (out / "adapter_config.json").read_text()
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_resumes(world2: World, tmp_path: Path) -> None:
     for steps, adapter in world2(example, str(tmp_path), **RANKS):
         assert steps == 10

@@ -37,6 +37,7 @@ def answer(folder: Path, question: str) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_a_chat_model_of_two_processes_answers_in_its_template(world2: World, tmp_path: Path) -> None:
     file = EXAMPLE / "chat.yaml"
     assert sum(not line.lstrip().startswith("#") for line in file.read_text().splitlines()) <= 20

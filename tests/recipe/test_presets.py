@@ -75,6 +75,7 @@ def test_digits_reach_95_percent_on_one_rank_and_two(
     assert all(one[key] == other[key] for key in ("losses", "accuracies"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("name", in_the_default_run("qlora", among=ADAPTERS))
 def test_adapters_reload_with_their_base_and_merged(name: str, world2: World, tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ def ended(process: subprocess.Popen[str]) -> int:
     return process.returncode
 
 
+@pytest.mark.slow
 @pytest.mark.promise(100)
 def test_killed_and_resumed_is_bit_equal(tmp_path: Path) -> None:
     run = tmp_path / "run"

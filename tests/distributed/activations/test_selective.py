@@ -351,7 +351,7 @@ def test_collectives_that_are_kept_run_once(value: str, again: int) -> None:
 
 
 @pytest.mark.promise(26)
-@pytest.mark.parametrize("build", [slow(models.B), models.tied, models.own_dtype])  # a unit in a block
+@pytest.mark.parametrize("build", [slow(models.B), slow(models.tied), models.own_dtype])  # a unit in a block
 @on_ranks(2)
 def test_sharded_training_is_the_same(build: Callable[[], nn.Module]) -> None:
     for value in ("selective", ("wrapped", {"save": ["aten.mm"]}), ("selective", {"offload": True})):

@@ -420,6 +420,7 @@ def test_a_replica_may_be_compiled_whole_after_the_preparation() -> None:
 
 
 # Dynamo makes an object of an autograd function for itself.
+@pytest.mark.slow
 @pytest.mark.promise(30)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("ac", [slow(None), "selective", slow("offload")])

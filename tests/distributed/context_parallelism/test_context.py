@@ -178,6 +178,7 @@ def test_cp_on_two_ranks_equals_one_process() -> None:
     same_training(partial(llama, use_cache=False), padded, own_loss, mesh, config=compiled)
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=180)
 def test_cp_beside_data_and_tensor_parallelism_equals_one_process() -> None:
     same_training(Plain, tokens, square, {"dp_replicate": 2, "dp_shard": 1, "cp": 2}, buffers=BUFFERS)

@@ -67,8 +67,8 @@ WAYS: dict[str, tuple[int, Callable[[], ParallelismConfig]]] = {
 @pytest.mark.parametrize(
     ("way", "make"),
     [
-        *(("tp", llama), ("sequence", pretrained_gpt2), ("loss", capped), ("selective cp", llama)),
-        *(slow(way, llama) for way in ("sequence", "loss", "cp", "fsdp2 x tp", "selective")),
+        *(("tp", llama), slow("sequence", pretrained_gpt2), slow("loss", capped), ("cp", llama)),
+        *(slow(way, llama) for way in ("sequence", "loss", "selective cp", "fsdp2 x tp", "selective")),
         *(slow("recomputed", llama), slow("cp x tp", llama), slow("cp x tp", pretrained_gpt2)),
     ],
 )

@@ -46,6 +46,7 @@ def best_of(found: Suggestion) -> Proposal:
     return found.best
 
 
+@pytest.mark.slow
 def test_the_best_is_the_fastest_of_all_plans_that_fit() -> None:
     """Every mesh, reshard setting and kind of checkpointing is planned and estimated by itself."""
     every = {}
@@ -157,6 +158,7 @@ def test_advice_names_the_ranks_from_which_it_fits() -> None:
     assert plan.memory((1, 4)).peak == lower.proposal.memory.peak <= limit
 
 
+@pytest.mark.slow
 def test_advice_names_the_tokens_with_which_it_fits() -> None:
     long = asked(ALL, batch=(1, 4096), config=ParallelismConfig(activation_checkpointing="composable"))
     limit = best_of(long).memory.peak // 3

@@ -57,6 +57,7 @@ def test_the_loopback_interface_has_its_address_and_leads_nowhere() -> None:
     assert interface._address_towards("no such host") is None
 
 
+@pytest.mark.slow
 def test_two_hosts_find_the_cable_between_them() -> None:
     code = (
         "from composer_dist.distributed.ranks.gloo_interface import gloo_variables\n"

@@ -51,6 +51,7 @@ def test_every_method_returns_rank_0_s_value(method: str) -> None:
     assert not process_group.is_distributed()
 
 
+@pytest.mark.slow
 def test_forked_ranks_leave_the_groups_of_their_parent_alone() -> None:
     """Freeing them ends the rank with SIGABRT, or never ends."""
     command = [sys.executable, "-m", "tests.kit.scripts.forking"]
@@ -120,12 +121,14 @@ print("value", launch(work, 2, "fork"))
 """
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_process_with_a_pool_of_threads_does_not_hang(tmp_path: Path) -> None:
     """OpenMP's threads have no copies, and an operation that needs them waits forever (torch 2.13)."""
     done = _output(tmp_path, _PARALLEL, OMP_NUM_THREADS="2", PYTHONWARNINGS="ignore")
     assert done.stdout == "value 2000000\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
     done = _output(tmp_path, _SUM + 'print("value", launch(work, 1, "spawn", (1,)))')
     assert done.returncode == 1

@@ -11,6 +11,7 @@ import pytest
 
 from composer_dist.distributed.ranks.loopback import host_store, own_store
 from composer_dist.errors import ParallelismRuntimeError
+from tests.kit.grids import in_the_default_run
 
 pytestmark = pytest.mark.promise(107)
 
@@ -56,7 +57,7 @@ def free_port() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks up the interface on Linux")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", in_the_default_run("one process, launch", among=WAYS))
 def test_nothing_listens_beyond_loopback(tmp_path: Path, way: str) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "start.py").write_text(WAYS[way])

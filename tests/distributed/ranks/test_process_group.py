@@ -317,6 +317,7 @@ if process_group.world_and_rank()[1] == 0:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_before_it_has_agreed_on_anything_is_noticed() -> None:
     port = free_port()
     ranks = [

@@ -168,6 +168,7 @@ def test_an_optimizer_with_state_follows_through_both() -> None:
     train(gpt2, config(), before=2, optimizer_of=adam)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_hsdp_and_foreach_optimizers_go_with_it() -> None:
     train(tied_llama, config(replicas=2), optimizer_of=partial(adam, foreach=True))

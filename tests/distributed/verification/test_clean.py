@@ -32,7 +32,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = 
 
 def cases() -> list[Any]:
     quick = [("fsdp2", "tied"), ("ddp", "norms and buffers"), ("plain", "dropout"), ("ddp", "dropout")]
-    quick += [("hsdp", "tied"), ("cp", "llama"), ("fsdp_tp", "llama"), ("compiled", "tied"), ("tp", "lora")]
+    quick += [("hsdp", "tied"), ("cp", "llama"), ("tp", "lora")]
     found = []
     compiled = ParallelismConfig(compile={"backend": "aot_eager"})
     for mesh, (ranks, config) in (MESHES | {"compiled": (2, compiled)}).items():

@@ -392,7 +392,7 @@ def giant_and_small() -> dict[str, torch.Tensor]:
     return {"giant": giant, **{f"small.{i}": part.clone() for i, part in enumerate(giant.split(64))}}
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float32, slow(torch.bfloat16)])
 def test_memory_is_bounded_by_the_buckets(tmp_path: Path, stored: torch.dtype) -> None:
     path = tmp_path / "big.safetensors"
     save_file({name: value.to(stored) for name, value in giant_and_small().items()}, path)

@@ -34,6 +34,7 @@ def test_values_of_all_kinds_come_in_their_order() -> None:
     assert list(read[0][1]) == ["b", "a", "c", "d"]
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported_for_loggers_that_are_not_used() -> None:
     names = "wandb", "mlflow", "tensorboard", "torch.utils.tensorboard"
     code = (
