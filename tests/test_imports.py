@@ -75,6 +75,10 @@ LIGHT = {
         "plan_parallelism(torch.nn.Linear(2, 2), FSDP2Config(), world_size=2)",
         {"transformers", "peft", "rich", "pydantic", "torchmetrics"},
     ),
+    "a run": (
+        "import composer_dist.recipe.read, composer_dist.recipe.session",
+        {"torchmetrics", "matplotlib", "datasets", "trl", "lightning"},
+    ),
     "launching": (
         "import composer_dist.cli.launch, composer_dist.distributed.ranks.cpus;"
         "import torch.distributed.launcher.api",

@@ -1,5 +1,6 @@
 """`composer-dist train`: trains what a configuration describes."""
 
+import gc
 import logging
 import os
 import warnings
@@ -109,10 +110,14 @@ def _run(config: Path, overrides: list[str], announced: bool, ctrl_c: CtrlC) -> 
     os.environ.update(torchrun_variables(os.environ))
     if not announced and os.environ.get("RANK", "0") == "0":
         _announce(config, overrides, None)
-    from composer_dist.recipe.read import read_configuration
+    gc.disable()  # it would look at all that is imported again and again
+    try:
+        from composer_dist.recipe.read import read_configuration
 
-    configuration = read_configuration(config, overrides)
-    from composer_dist.recipe.session import run
+        configuration = read_configuration(config, overrides)
+        from composer_dist.recipe.session import run
+    finally:
+        gc.enable()
 
     ctrl_c.at_once = False
     run(configuration)

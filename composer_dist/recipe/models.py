@@ -9,7 +9,7 @@ from torch import nn
 from composer_dist.checkpoint.export.merged import check_mergeable  # not public, like the hosts: for recipes
 from composer_dist.distributed import init_context, meta_init, process_group
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.models import ComposerClassifier, ComposerModel, DPOModel, HuggingFaceModel
+from composer_dist.models import ComposerClassifier, ComposerModel, HuggingFaceModel
 from composer_dist.models.adapters import adapter_hosts
 from composer_dist.recipe.named import METRICS, find, resolve
 from composer_dist.recipe.other_libraries.failures import (
@@ -81,6 +81,8 @@ def build_model(run: Run, tokenizer: Any, folder: Path, *, empty: bool = False) 
             kind: Any = HuggingFaceModel
             options = _options(model, built.config, folder) | {"peft_config": _peft_config(model)}
             if isinstance(run.data, PreferenceData):
+                from composer_dist.models import DPOModel  # which imports torchmetrics: a second or more
+
                 kind, options["beta"], options["preference_loss"] = DPOModel, model.dpo.beta, model.dpo.loss
             made: HuggingFaceModel = kind(built, tokenizer, **options)
         if run.export == "merged":

@@ -107,7 +107,7 @@ FOUR: dict[str, ParallelismConfig] = {
 
 
 @pytest.mark.promise(114)
-@pytest.mark.parametrize("mode", in_the_default_run("hsdp", "sequence", among=FOUR))
+@pytest.mark.parametrize("mode", in_the_default_run("sequence", among=FOUR))
 @on_ranks(4)
 def test_a_mesh_of_two_dimensions_is_undone(mode: str) -> None:
     undone(Decoder, FOUR[mode])

@@ -15,6 +15,7 @@ from composer_dist.checkpoint import load_checkpoint
 from composer_dist.distributed import init_context
 from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import same, weights
+from tests.kit.grids import slow
 from tests.kit.hf_trainer import Ran, made, result, rows, run, same_training
 from tests.kit.huggingface import dropping_gpt2, llama, lora_llama, tokenizer
 from tests.kit.measure import losses_counted
@@ -168,7 +169,7 @@ def saved_and_resumed(folder: str, config: Any, model: Any) -> tuple[Ran, Ran, l
 
 @pytest.mark.parametrize(
     ("mode", "model"),
-    [("fsdp", dropping_gpt2), ("ddp", dropping_gpt2), ("tp", dropping_gpt2), ("fsdp", lora_llama)],
+    [("fsdp", dropping_gpt2), ("ddp", dropping_gpt2), slow("tp", dropping_gpt2), ("fsdp", lora_llama)],
 )
 def test_resumes_bit_for_bit(world2: World, tmp_path: Path, mode: str, model: Any) -> None:
     """With dropout, momenta, a schedule and shuffled rows."""
@@ -287,7 +288,7 @@ def with_best(folder: str, config: Any = None) -> tuple[Ran, list[str], list[str
     return result(trainer), sorted(one.name for one in Path(folder).iterdir()), told, evaluations
 
 
-@pytest.mark.parametrize("mode", ["fsdp", "tp"])
+@pytest.mark.parametrize("mode", ["fsdp", slow("tp")])
 def test_keeps_the_best_checkpoint_stops_early_and_calls_back(
     world1: World, world2: World, tmp_path: Path, mode: str
 ) -> None:

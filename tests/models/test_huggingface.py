@@ -20,6 +20,7 @@ from composer_dist.models import ComposerModel, HuggingFaceModel
 from tests.kit import huggingface as hf
 from tests.kit.compare import equal, part_of, same, same_parameters
 from tests.kit.decoder import token_batch
+from tests.kit.grids import slow
 from tests.kit.world import on_ranks
 
 # peft 0.21 reads an attribute that transformers 5.23 deprecates.
@@ -252,7 +253,7 @@ def ten_steps(model: HuggingFaceModel, optimizer: torch.optim.Optimizer) -> list
 
 
 @pytest.mark.promise(93)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16])
 @on_ranks(2)
 def test_base_and_adapters_arrive_and_only_adapters_move(dtype: torch.dtype) -> None:
     reference, their_optimizer = trained_adapters(base_of(0, dtype))

@@ -12,6 +12,7 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import DPOModel, PreferenceAccuracy
 from composer_dist.trainer import DistributedDataLoader, InMemoryLogger, PadPreferences, PreferenceTokenizer
 from tests.kit.chat import chat_tokenizer
+from tests.kit.grids import slow
 from tests.kit.huggingface import llama
 from tests.kit.preferences import PREFERENCES, adapted, of_trl, train_a_little
 from tests.kit.world import World
@@ -100,7 +101,9 @@ TP = ParallelismConfig(mesh=MeshConfig(dp_shard=1, tp=2), tp=TPConfig())
 TP_LOSS = ParallelismConfig(mesh=MeshConfig(dp_shard=1, tp=2), tp=TPConfig(loss_parallel=True))
 
 
-@pytest.mark.parametrize("parallelism", ["fsdp", "ddp", TP, TP_LOSS], ids=["fsdp", "ddp", "tp", "tp-loss"])
+@pytest.mark.parametrize(
+    "parallelism", ["fsdp", "ddp", slow(TP), TP_LOSS], ids=["fsdp", "ddp", "tp", "tp-loss"]
+)
 def test_every_mode_trains_as_one_process(parallelism: Any, world1: World, world2: World) -> None:
     ((losses, weights),) = world1(learned, None)
     assert losses[0] == pytest.approx(0.6931472)

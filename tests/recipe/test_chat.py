@@ -13,6 +13,7 @@ from composer_dist.recipe.read import read_configuration
 from composer_dist.recipe.schema import RowData
 from composer_dist.recipe.sources.rows import read
 from composer_dist.recipe.tokenizer import byte_tokenizer
+from tests.kit.grids import slow
 from tests.kit.scripts.recipes import exported, trained
 from tests.kit.world import World
 
@@ -49,7 +50,7 @@ def test_a_chat_model_of_two_processes_answers_in_its_template(world2: World, tm
         assert answer(tmp_path / "model", question) == expected
 
 
-@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("packing", ["true", slow("false")])
 def test_two_processes_train_as_one(packing: str, world1: World, world2: World, tmp_path: Path) -> None:
     short = [f"data.source={ROWS}", f"data.packing={packing}", "trainer.max_duration=4ba"]
     (alone,) = world1(trained, EXAMPLE / "chat.yaml", f"out={tmp_path}/1", *short)

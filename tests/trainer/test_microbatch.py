@@ -18,6 +18,7 @@ from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.errors import ParallelismError
 from tests.kit.compare import fails_alike, weights
+from tests.kit.grids import in_the_default_run, slow
 from tests.kit.training import (
     BATCHES,
     At,
@@ -109,7 +110,7 @@ PLACES = ["body.embed backward", "body.layers.1 forward", "body.layers.0 backwar
         pytest.param("fsdp", "sharded", marks=recovers),
         pytest.param("fsdp", "unsharded", marks=[recovers, pytest.mark.slow]),
         ("ddp", "sharded"),
-        ("tp", "sharded"),
+        slow("tp", "sharded"),
     ],
 )
 def test_auto_is_the_size_that_fits_whichever_rank_is_short(world2: World, kind: str, how: str) -> None:
@@ -123,7 +124,7 @@ def test_auto_is_the_size_that_fits_whichever_rank_is_short(world2: World, kind:
 
 
 @recovers
-@pytest.mark.parametrize("place", PLACES[:2])
+@pytest.mark.parametrize("place", in_the_default_run(PLACES[0], among=PLACES[:2]))
 def test_auto_under_hsdp_whose_groups_do_not_all_meet(world4: World, place: str) -> None:
     """Rank 3 is short; ranks 0 and 2 share no group with it, or enter collectives before they hear of it."""
     for ((found, given),) in world4(found_and_given, "hsdp", [place], 3, parts=[4, 4, 4, 4]):

@@ -18,6 +18,7 @@ from composer_dist.distributed import parallelize_model
 from composer_dist.errors import CheckpointValueError
 from tests.kit.compare import equal, same
 from tests.kit.files import files, tensors
+from tests.kit.grids import slow
 from tests.kit.huggingface import LORA, adapted, logits, lora, pretrained_llama
 from tests.kit.meshes import BY_WORLD
 from tests.kit.world import on_ranks, run
@@ -83,7 +84,7 @@ def export_from(directory: Path, names: list[str]) -> None:
 
 
 @pytest.mark.promise(96)
-@pytest.mark.parametrize(("ranks", "names"), [(2, ["tp", "ddp", "hsdp"]), (4, ["tp"])])
+@pytest.mark.parametrize(("ranks", "names"), [(2, ["tp", "ddp", "hsdp"]), slow(4, ["tp"])])
 def test_merged_from_every_mesh(tmp_path: Path, ranks: int, names: list[str]) -> None:
     run(export_from, ranks, tmp_path, names)
     for kind, make in LORA.items():

@@ -356,8 +356,7 @@ def trained(build: Any, config: dict[str, Any]) -> tuple[int, int]:
     [
         (models.B, None, {"compile": {"backend": "eager", "fullgraph": True}}, 1),
         (models.tied, "composable", {}, 1),
-        (models.B, "offload", {}, 1),
-        *(slow(models.B, ac, {}, 1) for ac in ("selective", "wrapped")),
+        *(slow(models.B, ac, {}, 1) for ac in ("offload", "selective", "wrapped")),
         (models.bert, BUDGET, {}, 1),
         (models.scalar, None, {"rules": [Rule("layers.1", act_ckpt="selective")]}, 2),
     ],
@@ -481,7 +480,7 @@ def test_training_with_a_cache_is_warned_about() -> None:
 
 
 @pytest.mark.promise(26)
-@pytest.mark.parametrize("ac", ["wrapped", "composable"])
+@pytest.mark.parametrize("ac", ["wrapped", slow("composable")])
 def test_recomputed_blocks_share_one_graph_though_they_get_a_cache(ac: str) -> None:
     model = llama().train()
     parallelize_model(model, ParallelismConfig(compile=AOT, activation_checkpointing=ac))

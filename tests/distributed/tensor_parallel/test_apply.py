@@ -188,7 +188,7 @@ REENTRANT = ("wrapped", {"checkpoint_impl": "REENTRANT"})
     ("ranks", "make", "options"),
     [
         (2, Decoder, SEQUENCE),
-        (4, gpt2, SEQUENCE),
+        slow(4, gpt2, SEQUENCE),
         (2, lora_llama, SEQUENCE),
         (2, llama, SEQUENCE | {"loss_parallel": True}),
         slow(4, llama, SEQUENCE | {"loss_parallel": True}),

@@ -351,7 +351,7 @@ def opened(path: Path) -> Pretrained:
 ONE, TWO = ["dp_shard", "tp", "dp_replicate"], ["dp_replicate dp_shard", "dp_shard tp", "dp_replicate tp"]
 
 
-@pytest.mark.parametrize("names", in_the_default_run("tp", *TWO[1:], among=[*ONE, *TWO]))
+@pytest.mark.parametrize("names", in_the_default_run(*TWO[1:], among=[*ONE, *TWO]))
 @on_ranks(4)
 @mock.patch.object(shares, "SMALL", 16)  # so that replicas share
 def test_any_layout_on_any_mesh_shared_in_windows(tmp_path: Path, names: str) -> None:

@@ -138,6 +138,7 @@ def full(folder: Path) -> None:
     equal(found["full"], found["sharded"])
 
 
+@pytest.mark.slow
 @pytest.mark.promise(118)
 def test_state_dict_type_decides_the_form(world2: World, tmp_path: Path) -> None:
     world2(full, tmp_path / "two")
