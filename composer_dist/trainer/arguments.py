@@ -31,7 +31,7 @@ def subset_size(name: str, batches: int | None) -> int | None:
     """A number of batches, unless all count, for which Composer has -1."""
     if batches == -1:
         return None
-    if batches is not None and (not isinstance(batches, int) or batches < 1):
+    if batches is not None and (type(batches) is not int or batches < 1):  # True is one, but says nothing
         raise ParallelismValueError(f"{name} must be a positive number of batches, not {batches!r}.")
     return batches
 

@@ -260,6 +260,8 @@ def test_an_epoch_may_have_fewer_batches_than_the_data() -> None:
     assert everything.state.timestamp.batch == 3
     with pytest.raises(ParallelismValueError, match="train_subset_num_batches must be a positive number"):
         quiet(train_subset_num_batches=0)
+    with pytest.raises(ParallelismValueError, match=r"eval_subset_num_batches must be .*, not True\."):
+        quiet(eval_subset_num_batches=True)
 
 
 def subset() -> tuple[int, float]:
