@@ -12,9 +12,8 @@ from composer_dist.distributed import Preparation, init_context, parallelize_mod
 from composer_dist.trainer import DistributedDataLoader
 
 
-def tower(width: int) -> nn.Sequential:
-    layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.GELU())]
-    return nn.Sequential(nn.LayerNorm(width), *layers)
+def tower() -> nn.Sequential:
+    return nn.Sequential(nn.LayerNorm(64), *(one for _ in range(4) for one in (nn.Linear(64, 64), nn.GELU())))
 
 
 class TwoTowers(ComposerModel):
@@ -22,7 +21,7 @@ class TwoTowers(ComposerModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = tower(64), tower(64)
+        self.left, self.right = tower(), tower()
         self.left_head, self.right_head = nn.Linear(64, 8), nn.Linear(64, 8)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
@@ -33,11 +32,6 @@ class TwoTowers(ComposerModel):
         return functional.binary_cross_entropy_with_logits(outputs, batch["same"])
 
 
-def policy(module: nn.Module) -> bool:
-    """Whether a module is a unit of its own."""
-    return isinstance(module, nn.Sequential)
-
-
 def pairs(count: int) -> list[dict[str, Tensor]]:
     left, noise = torch.randn(2, count, 64, generator=torch.Generator().manual_seed(0))
     same = torch.arange(count) % 2
@@ -46,24 +40,19 @@ def pairs(count: int) -> list[dict[str, Tensor]]:
 
 
 def main(steps: int = 60) -> Preparation:
-    """Train, and return how the model was prepared."""
     process_group.init()
     with init_context():  # no memory: each rank initializes its shards
         model = TwoTowers()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    preparation = parallelize_model(model, "fsdp", optimizer, fsdp_wrap_policy=policy)
+    adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    # The policy says whether a module is a unit of its own.
+    done = parallelize_model(model, "fsdp", adam, fsdp_wrap_policy=lambda one: isinstance(one, nn.Sequential))
     if process_group.world_and_rank()[1] == 0:
-        print(preparation)
-    trainer = Trainer(
-        model=model,
-        train_dataloader=DistributedDataLoader(pairs(512), global_batch_size=32, shuffle=True),
-        optimizers=optimizer,
-        max_duration=f"{steps}ba",
-        seed=0,
-    )
+        print(done)
+    data = DistributedDataLoader(pairs(512), global_batch_size=32, shuffle=True)
+    trainer = Trainer(model=model, train_dataloader=data, optimizers=adam, max_duration=f"{steps}ba", seed=0)
     with trainer:
         trainer.fit()
-    return preparation
+    return done
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ Needs `pip install 'composer_dist[accelerate]'`. The model starts from nothing a
 nothing to download. The same command resumes an interrupted run.
 """
 
-import argparse
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+import typer
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -19,6 +19,7 @@ from composer_dist.checkpoint import export_pretrained
 from composer_dist.integrations.accelerate import ComposerAccelerator
 
 LENGTH = 128
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def samples() -> list[dict[str, torch.Tensor]]:
@@ -27,19 +28,11 @@ def samples() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": window, "labels": window} for window in text.split(LENGTH)[:256]]
 
 
-def main(out: Path, epochs: int) -> None:
+def main(out: Path = Path("runs/accelerate"), epochs: int = 2) -> None:
     """Train, and write a directory for transformers to `out/model`."""
     set_seed(0)  # every rank builds the same weights
     accelerator = ComposerAccelerator("fsdp", gradient_accumulation_steps=2)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=LENGTH,
-    )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SIZES))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(samples(), batch_size=8, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -62,8 +55,4 @@ def main(out: Path, epochs: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/accelerate"))
-    parser.add_argument("--epochs", type=int, default=2)
-    options = parser.parse_args()
-    main(options.out, options.epochs)
+    typer.run(main)

@@ -6,7 +6,6 @@ Needs `pip install 'composer_dist[lightning]'`. The model starts from nothing an
 nothing to download. The same command resumes an interrupted run.
 """
 
-import argparse
 import os
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -14,6 +13,7 @@ from typing import Any
 
 import lightning
 import torch
+import typer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,6 +22,7 @@ from composer_dist.checkpoint import export_pretrained
 from composer_dist.integrations.lightning import ComposerDistStrategy
 
 LENGTH = 128
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 class Module(lightning.LightningModule):
@@ -29,15 +30,7 @@ class Module(lightning.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        config = LlamaConfig(
-            vocab_size=256,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=LENGTH,
-        )
-        self.model = LlamaForCausalLM(config)
+        self.model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SIZES))
 
     def training_step(self, batch: dict[str, torch.Tensor], number: int) -> torch.Tensor:
         """The loss of a batch."""
@@ -56,7 +49,7 @@ def samples() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": window, "labels": window} for window in text.split(LENGTH)[:256]]
 
 
-def main(out: Path, epochs: int) -> None:
+def main(out: Path = Path("runs/lightning"), epochs: int = 2) -> None:
     """Train, and write a directory for transformers to `out/model`."""
     lightning.seed_everything(0)  # every rank builds the same weights
     module = Module()
@@ -77,8 +70,4 @@ def main(out: Path, epochs: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/lightning"))
-    parser.add_argument("--epochs", type=int, default=2)
-    options = parser.parse_args()
-    main(options.out, options.epochs)
+    typer.run(main)

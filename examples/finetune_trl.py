@@ -6,11 +6,11 @@ Needs `pip install 'composer_dist[trl]'`. The model starts from nothing and read
 to download. The same command resumes an interrupted run.
 """
 
-import argparse
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+import typer
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -19,6 +19,8 @@ from trl import SFTConfig, SFTTrainer
 
 from composer_dist import FSDP2Config
 from composer_dist.integrations.transformers import ComposerDistMixin
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 class SFT(ComposerDistMixin, SFTTrainer):
@@ -35,20 +37,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="</s>")
 
 
-def main(out: Path, steps: int) -> None:
+def main(out: Path = Path("runs/trl"), steps: int = 20) -> None:
     """Train, and write the adapter to `out`."""
     tokenizer = byte_tokenizer()
     torch.manual_seed(0)  # the same weights on every rank
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=128,
-        )
-    )
+    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=len(tokenizer), **SIZES))
     texts = [{"text": topics[name]} for name in sorted(topics)]
     trainer = SFT(
         model=model,
@@ -75,8 +68,4 @@ def main(out: Path, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/trl"))
-    parser.add_argument("--steps", type=int, default=20)
-    options = parser.parse_args()
-    main(options.out, options.steps)
+    typer.run(main)

@@ -5,7 +5,6 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,10 +17,11 @@ GALLERY = (Path(__file__).parents[2] / "docs" / "examples.md").read_text()
 RUNS = ["dpo.yaml", "encoder_decoder.yaml", "experts.yaml", "phases.yaml", "tensor_parallel.yaml"]
 
 
-def of_file(name: str, *arguments: str) -> dict[str, Any]:
-    """What the script leaves behind."""
-    with mock.patch.object(sys, "argv", [name, *arguments]):
-        return runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+def of_file(name: str, *arguments: str) -> None:
+    """Runs the script."""
+    with mock.patch.object(sys, "argv", [name, *arguments]), pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert not ended.value.code
 
 
 def tune(out: Path, steps: int) -> None:
@@ -74,4 +74,7 @@ def test_the_gallery_names_every_example_and_nothing_else() -> None:
 
 def test_scripts_are_short() -> None:
     for file in EXAMPLES.glob("*.py"):
-        assert len(file.read_text().splitlines()) <= 90, file.name
+        most = (
+            75 if file.name in ("finetune_trl.py", "finetune_lightning.py") else 59
+        )  # theirs is much to set
+        assert len(file.read_text().splitlines()) <= most, file.name
