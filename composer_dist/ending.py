@@ -1,13 +1,19 @@
 """An event that tells other threads that something has ended, and survives Ctrl-C."""
 
+import math
 import threading
+import time
+
+_DEAF = 1.0
+"""Seconds that a Ctrl-C may go unnoticed."""
 
 
 class Ending:
     """A `threading.Event` that is set once; Ctrl-C may interrupt a wait for it at any instruction.
 
     An interrupt inside of `Event.wait` can leave the event's own lock taken, because `Condition.__enter__`
-    is Python code (3.11 to 3.14); then a thread that sets the event, or waits again, hangs forever.
+    is Python code (3.11 to 3.14); then a thread that sets the event, or waits again, hangs forever. And one
+    that comes just before a lock blocks is noticed only when that returns.
     """
 
     def __init__(self) -> None:
@@ -24,8 +30,10 @@ class Ending:
         """Whether it is set."""
         return self._over
 
-    def wait(self, seconds: float = -1) -> bool:
+    def wait(self, seconds: float = math.inf) -> bool:
         """Whether it is set, after at most so many seconds; by default there is no limit."""
-        if not self._over and self._held.acquire(timeout=seconds):
-            self._held.release()  # an interrupt before this does no harm: nobody looks at the lock again
+        until = time.monotonic() + seconds
+        while not self._over and (left := until - time.monotonic()) > 0:
+            if self._held.acquire(timeout=min(left, _DEAF)):
+                self._held.release()  # an interrupt before this does no harm: nobody looks at the lock again
         return self._over

@@ -1,8 +1,12 @@
 """Waiting for an end, interrupted at every instruction."""
 
+import ctypes
+import signal
 import sys
 import threading
-from types import FrameType
+from functools import partial
+from operator import call
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,3 +66,20 @@ def test_it_wakes_who_waits_and_is_over_for_all() -> None:
     threading.Timer(0.01, one.set).start()
     assert one.wait()
     assert one.wait()
+
+
+def test_ctrl_c_is_noticed_that_comes_just_before_the_lock_blocks() -> None:
+    """Between the two calls, all in C, Python does not look for signals."""
+    one, ctrl_c = Ending(), partial(ctypes.PyDLL(None)["raise"], int(signal.SIGINT))
+    lock = one._held
+
+    def acquire(timeout: float) -> bool:
+        return max(map(call, (ctrl_c, partial(lock.acquire, True, timeout))))
+
+    one._held = SimpleNamespace(acquire=acquire, release=lock.release)  # type: ignore[assignment]
+    timer = threading.Timer(20, one.set)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        one.wait()
+    timer.cancel()
+    assert not one.is_set()
