@@ -4,8 +4,8 @@ import math
 import threading
 import time
 
-_DEAF = 1.0
-"""Seconds that a Ctrl-C may go unnoticed."""
+_SLICE = 1.0
+"""Seconds of one wait for the lock, in which a Ctrl-C may go unnoticed."""
 
 
 class Ending:
@@ -34,6 +34,6 @@ class Ending:
         """Whether it is set, after at most so many seconds; by default there is no limit."""
         until = time.monotonic() + seconds
         while not self._over and (left := until - time.monotonic()) > 0:
-            if self._held.acquire(timeout=min(left, _DEAF)):
+            if self._held.acquire(timeout=min(left, _SLICE)):
                 self._held.release()  # an interrupt before this does no harm: nobody looks at the lock again
         return self._over
