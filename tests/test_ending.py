@@ -79,7 +79,11 @@ def test_ctrl_c_is_noticed_that_comes_just_before_the_lock_blocks() -> None:
     one._held = SimpleNamespace(acquire=acquire, release=lock.release)  # type: ignore[assignment]
     timer = threading.Timer(20, one.set)
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        one.wait()
-    timer.cancel()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            one.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        timer.cancel()
     assert not one.is_set()
