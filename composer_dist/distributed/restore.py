@@ -4,7 +4,7 @@ Classes, attributes, hooks and submodules are compared before and after, so no f
 forgotten. Tensors are left out. What other code has changed since stays as it is.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -63,7 +63,7 @@ def _copied(known: Prepared | None) -> Prepared | None:
     return replace(known, averagings=[*known.averagings], ends=[*known.ends], forward=layers)
 
 
-@dataclass
+@dataclass(slots=True)
 class _ModuleChange:
     """What has become of one module."""
 
@@ -73,6 +73,23 @@ class _ModuleChange:
     now: type[nn.Module]
     values: dict[tuple[str | None, Any], tuple[Any, Any]] = field(default_factory=dict)
     """What was there before and after, by dictionary and key."""
+    hooks: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The keys of hooks that were not there before, by dictionary; FSDP2 adds one for each parameter."""
+
+    def note(self, changes: Iterable[tuple[tuple[str | None, Any], Any, Any]]) -> None:
+        """Add what `_ModuleThen.changes` finds, after what is noted."""
+        known = {(name, key) for name, keys in self.hooks.items() for key in keys}
+        added: dict[str, list[Any]] = {}
+        for place, before, after in changes:
+            name, key = place
+            if place in self.values:
+                self.values[place] = self.values[place][0], after
+            elif name is None or name == "_modules" or (before is not _ABSENT and place not in known):
+                self.values[place] = before, after
+            elif place not in known:
+                added.setdefault(name, []).append(key)
+        for name, keys in added.items():
+            self.hooks[name] = *self.hooks.get(name, ()), *keys
 
 
 @dataclass
@@ -111,13 +128,15 @@ class Changes:
                 _torch.forget_state(module)
             for (name, key), (before, after) in one.values.items():
                 held = own if name is None else own[name]
-                is_hook = name not in (None, "_modules") and before is _ABSENT
-                if not is_hook and held.get(key, _ABSENT) is not after:
+                if held.get(key, _ABSENT) is not after:
                     continue
                 if before is _ABSENT:
                     held.pop(key, None)
                 else:
                     held[key] = before
+            for name, keys in one.hooks.items():
+                for key in keys:
+                    own[name].pop(key, None)
             own.pop("_composer_dist", None)
             if one.known is not None:
                 own["_composer_dist"] = one.known
@@ -138,7 +157,6 @@ def changes_noted(model: nn.Module) -> Iterator[None]:
     for module, was in before.items():
         one = noted.get(module) or _ModuleChange(was.kind, was.known, type(module))
         one.now = type(module)
-        for place, then, after in was.changes(module):
-            one.values[place] = one.values.get(place, (then, None))[0], after
-        if one.values or one.kind is not one.now or of(module) is not None:
+        one.note(was.changes(module))
+        if one.values or one.hooks or one.kind is not one.now or of(module) is not None:
             noted[module] = one
