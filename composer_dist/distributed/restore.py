@@ -17,10 +17,24 @@ from composer_dist.distributed.prepared import Prepared, of, record
 from composer_dist.wording import listed
 
 _REGISTERED = {key for key, value in vars(nn.Module()).items() if isinstance(value, dict)}
-_HELD = sorted(_REGISTERED - {"_parameters", "_buffers"})
+_COMPARED = _REGISTERED - {"_parameters", "_buffers"}
 """The dictionaries of a module for hooks and submodules."""
 _LEFT_OUT = (Tensor, Prepared)
 _ABSENT = object()
+_Contents = dict[str | None, dict[Any, Any]]
+
+
+def _held_by(module: nn.Module) -> _Contents:
+    """Its attributes but tensors, under None, and its compared dictionaries that are not empty, by name."""
+    attributes: dict[Any, Any] = {}
+    held: _Contents = {None: attributes}
+    for key, value in vars(module).items():
+        if key not in _REGISTERED:
+            if not isinstance(value, _LEFT_OUT):
+                attributes[key] = value
+        elif value and key in _COMPARED and isinstance(value, dict):  # torch.jit keeps them elsewhere
+            held[key] = dict(value)
+    return held
 
 
 @dataclass
@@ -29,30 +43,20 @@ class _ModuleThen:
 
     kind: type[nn.Module]
     known: Prepared | None
-    held: dict[str | None, dict[Any, Any]]
-    """Its attributes but tensors, under None, and its dictionaries that are not empty, by name."""
+    held: _Contents
 
     @classmethod
     def read(cls, module: nn.Module) -> "_ModuleThen":
-        own = vars(module)
-        held: dict[str | None, dict[Any, Any]] = {
-            name: dict(own[name])
-            for name in _HELD
-            if own.get(name) and isinstance(own[name], dict)  # torch.jit keeps them elsewhere
-        }
-        held[None] = {key: value for key, value in own.items() if not isinstance(value, _LEFT_OUT)}
-        return cls(type(module), _copied(of(module)), held)
+        return cls(type(module), _copied(of(module)), _held_by(module))
 
     def changes(self, module: nn.Module) -> Iterator[tuple[tuple[str | None, Any], Any, Any]]:
         """What has changed since: the dictionary's name and the key, and what was there before and after."""
-        own = vars(module)
-        for name in (None, *_HELD):
-            was, now = self.held.get(name, {}), own if name is None else own.get(name, {})
-            now = now if isinstance(now, dict) else {}
-            for key in was.keys() | now.keys() if was or now else ():
+        held = _held_by(module)
+        for name in self.held | held:
+            was, now = self.held.get(name, {}), held.get(name, {})
+            for key in was | now:
                 then, after = was.get(key, _ABSENT), now.get(key, _ABSENT)
-                after = _ABSENT if name is None and isinstance(after, _LEFT_OUT) else after
-                if then is not after and (name is not None or key not in _REGISTERED):
+                if then is not after:
                     yield (name, key), then, after
 
 
