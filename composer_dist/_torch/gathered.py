@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
-from types import MethodType
 from typing import Any, ClassVar, cast
 from weakref import WeakValueDictionary
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from composer_dist._torch.backward import (
@@ -46,8 +46,8 @@ class _Versions:
 
     FREED, OURS, VALUES = 1 << 31, 1 << 30, 1 << 11
     """Bits of a version, of 32; and how many values of one parameter are told apart."""
-    params: ClassVar[WeakValueDictionary[int, Any]] = WeakValueDictionary()
-    """FSDP2's records by number."""
+    units: ClassVar[WeakValueDictionary[int, "_Versions"]] = WeakValueDictionary()
+    """Those of all units by identity, in the order in which they were made."""
     cut = False
     """Whether tensor parallelism has cut a parameter of any unit."""
     compared = 0
@@ -57,7 +57,7 @@ class _Versions:
     def __init__(self, group: Any) -> None:
         self._group = group
         numbers = [next(self._numbers) % (self.OURS // self.VALUES) for _ in group.fsdp_params]
-        self.params.update(zip(numbers, group.fsdp_params, strict=True))
+        self.units[id(self)] = self
         self._now = [self.OURS + number * self.VALUES for number in numbers]
         """The versions of the parameters while they are gathered."""
         self._held: tuple[int, ...] = ()
@@ -104,6 +104,11 @@ class _Versions:
             self._shard_writes = self._all_writes(self._sharded())
         self.renew()
         self._refuse(lost)
+
+    def numbered(self, number: int) -> Any:
+        """FSDP2's record of the parameter with this number; None if the unit has none."""
+        numbers = [version % self.OURS // self.VALUES for version in self._now]
+        return self._group.fsdp_params[numbers.index(number)] if number in numbers else None
 
     def is_stale(self) -> bool:
         """Whether the shards have changed since FSDP2 gathered them, and it would compute without that."""
@@ -188,7 +193,8 @@ def refused_parameter(error: RuntimeError) -> tuple[str, bool] | None:
     found = re.search(r"is at version (\d+); expected version (\d+)", str(error))
     now = int(found[1]) if found else 0
     number = now % _Versions.OURS // _Versions.VALUES
-    param = _Versions.params.get(number) if now & _Versions.OURS else None
+    units = reversed([*_Versions.units.values()]) if now & _Versions.OURS else ()
+    param = next((one for unit in units if (one := unit.numbered(number)) is not None), None)
     return (param._param_fqn, now >= _Versions.FREED) if param else None
 
 
@@ -319,21 +325,19 @@ def guard_backward(module: FSDPModule) -> None:
     `torch.inference_mode()` has made could not be trained.
     """
     for param in fsdp_params(module):
-        for name, method in _outside_inference.items():
-            setattr(param, name, MethodType(method, param))  # a third of the memory of a partial
+        param.__class__ = _NotGatheredYet  # takes no memory, unlike a method of each object
     shorten_hooks(module)
     _SecondOrder(module)
 
 
-def _once_outside_inference(name: str) -> Callable[..., None]:
-    def method(param: Any, *args: Any, **kwargs: Any) -> None:
-        delattr(param, name)  # the method of the class is called from now on, which finds what is made here
+class _NotGatheredYet(FSDPParam):
+    """An `FSDPParam` until it has made its gathered parameter, which must not be an inference tensor."""
+
+    def init_all_gather_outputs(self, *args: Any, **kwargs: Any) -> None:
         with torch.inference_mode(False):
-            getattr(param, name)(*args, **kwargs)
+            super().init_all_gather_outputs(*args, **kwargs)
 
-    return method
-
-
-_outside_inference = {
-    name: _once_outside_inference(name) for name in ("init_all_gather_outputs", "init_unsharded_param")
-}
+    def init_unsharded_param(self) -> None:
+        with torch.inference_mode(False):
+            super().init_unsharded_param()  # type: ignore[no-untyped-call]
+        self.__class__ = FSDPParam  # type: ignore[assignment]

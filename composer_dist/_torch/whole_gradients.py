@@ -2,7 +2,7 @@
 
 from collections.abc import Set
 from typing import Any
-from weakref import ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -50,22 +50,26 @@ def drop_unreduced(module: FSDPModule, held: Set[int]) -> None:
         ParallelismRuntimeError: HSDP keeps the unit's in one sum, and some are not held.
     """
     for group in fsdp_param_groups(module):
-        mine = [
-            param
-            for param in group.fsdp_params
-            if _is_unreduced(param, group) and any(id(one) in held for one in _forms(param))
-        ]
-        if not mine:
-            continue
-        rest = [p._param_fqn for p in group.fsdp_params if p.sharded_param.requires_grad and p not in mine]
-        if rest and group._partial_reduce_output is not None:
-            raise ParallelismRuntimeError(
-                "zero_grad cannot drop a part of the gradients that are not reduced over the replicas yet: "
-                f"those of {', '.join(rest)} are in one sum with them. Call model.zero_grad()."
-            )
-        for param in mine:
-            _drop(param)
-        group._partial_reduce_output = None
+        _drop_of_group(group, held)
+
+
+def _drop_of_group(group: Any, held: Set[int]) -> None:
+    mine = [
+        param
+        for param in group.fsdp_params
+        if _is_unreduced(param, group) and any(id(one) in held for one in _forms(param))
+    ]
+    if not mine:
+        return
+    rest = [p._param_fqn for p in group.fsdp_params if p.sharded_param.requires_grad and p not in mine]
+    if rest and group._partial_reduce_output is not None:
+        raise ParallelismRuntimeError(
+            "zero_grad cannot drop a part of the gradients that are not reduced over the replicas yet: "
+            f"those of {', '.join(rest)} are in one sum with them. Call model.zero_grad()."
+        )
+    for param in mine:
+        _drop(param)
+    group._partial_reduce_output = None
 
 
 def drop_with_gradients(module: FSDPModule) -> None:
@@ -75,21 +79,23 @@ def drop_with_gradients(module: FSDPModule) -> None:
     torch's own. Since torch 2.4.
     """
     for group in fsdp_param_groups(module):
-        _kept.update(
-            (id(param.sharded_param), (ref(module), ref(param), ref(group))) for param in group.fsdp_params
-        )
+        for param in group.fsdp_params:
+            setattr(param, _GROUP, group)
+            _kept[id(param.sharded_param)] = param
     replace_inputs(_gathered)
     setattr(DTensor, "grad", property(_get_grad, _set_grad, _grad.__delete__))  # noqa: B010
 
 
 _grad: Any = torch.Tensor.grad
-_kept: dict[int, tuple[ref[Any], ...]] = {}
-"""By the identity of a shard, the unit and FSDP2's records of both."""
+_GROUP = "_composer_dist_group"
+"""The attribute of FSDP2's record of a parameter that holds its record of the unit."""
+_kept: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""By the identity of a shard, FSDP2's record of the parameter."""
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     """What stands for a shard in the graph, which FSDP2 reduces to the shard's gradient."""
-    param = kept[1]() if (kept := _kept.get(id(tensor))) is not None else None
+    param = _kept.get(id(tensor))
     if param is None or param.sharded_param is not tensor:
         return tensor
     gathered: torch.Tensor = getattr(param, "_unsharded_param", tensor)
@@ -97,15 +103,10 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _get_grad(tensor: DTensor) -> Any:
-    if (kept := _kept.get(id(tensor))) is not None:
-        param = kept[1]()
-        if (
-            param is not None
-            and _is_unreduced(param, kept[2]())
-            and param.sharded_param is tensor
-            and current_backward() == -1
-        ):
-            if getattr(kept[2](), "_composer_dist_synchronizes", False):
+    if (param := _kept.get(id(tensor))) is not None:
+        group = getattr(param, _GROUP)
+        if _is_unreduced(param, group) and param.sharded_param is tensor and current_backward() == -1:
+            if getattr(group, "_composer_dist_synchronizes", False):
                 raise ParallelismRuntimeError(
                     f"The gradient of {param._param_fqn} came after those of its unit were reduced over the "
                     "ranks: a part of the unit's forward ran in another thread, and autograd does not keep "
@@ -121,10 +122,10 @@ def _get_grad(tensor: DTensor) -> Any:
 
 def _set_grad(tensor: DTensor, value: torch.Tensor | None) -> None:
     _grad.__set__(tensor, value)
-    if value is None and (kept := _kept.get(id(tensor))) is not None:
-        param = kept[1]()
-        if param is not None and _is_unreduced(param, kept[2]()) and param.sharded_param is tensor:
-            drop_unreduced(kept[0](), {id(tensor)})  # type: ignore[arg-type]
+    if value is None and (param := _kept.get(id(tensor))) is not None:
+        group = getattr(param, _GROUP)
+        if _is_unreduced(param, group) and param.sharded_param is tensor:
+            _drop_of_group(group, {id(tensor)})
 
 
 def _is_unreduced(param: Any, group: Any) -> bool:

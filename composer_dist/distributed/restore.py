@@ -4,7 +4,7 @@ Classes, attributes, hooks and submodules are compared before and after, so no f
 forgotten. Tensors are left out. What other code has changed since stays as it is.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,10 +17,24 @@ from composer_dist.distributed.prepared import Prepared, of, record
 from composer_dist.wording import listed
 
 _REGISTERED = {key for key, value in vars(nn.Module()).items() if isinstance(value, dict)}
-_HELD = sorted(_REGISTERED - {"_parameters", "_buffers"})
+_COMPARED = _REGISTERED - {"_parameters", "_buffers"}
 """The dictionaries of a module for hooks and submodules."""
 _LEFT_OUT = (Tensor, Prepared)
 _ABSENT = object()
+_Contents = dict[str | None, dict[Any, Any]]
+
+
+def _held_by(module: nn.Module) -> _Contents:
+    """Its attributes but tensors, under None, and its compared dictionaries that are not empty, by name."""
+    attributes: dict[Any, Any] = {}
+    held: _Contents = {None: attributes}
+    for key, value in vars(module).items():
+        if key not in _REGISTERED:
+            if not isinstance(value, _LEFT_OUT):
+                attributes[key] = value
+        elif value and key in _COMPARED and isinstance(value, dict):  # torch.jit keeps them elsewhere
+            held[key] = dict(value)
+    return held
 
 
 @dataclass
@@ -29,30 +43,20 @@ class _ModuleThen:
 
     kind: type[nn.Module]
     known: Prepared | None
-    held: dict[str | None, dict[Any, Any]]
-    """Its attributes but tensors, under None, and its dictionaries that are not empty, by name."""
+    held: _Contents
 
     @classmethod
     def read(cls, module: nn.Module) -> "_ModuleThen":
-        own = vars(module)
-        held: dict[str | None, dict[Any, Any]] = {
-            name: dict(own[name])
-            for name in _HELD
-            if own.get(name) and isinstance(own[name], dict)  # torch.jit keeps them elsewhere
-        }
-        held[None] = {key: value for key, value in own.items() if not isinstance(value, _LEFT_OUT)}
-        return cls(type(module), _copied(of(module)), held)
+        return cls(type(module), _copied(of(module)), _held_by(module))
 
     def changes(self, module: nn.Module) -> Iterator[tuple[tuple[str | None, Any], Any, Any]]:
         """What has changed since: the dictionary's name and the key, and what was there before and after."""
-        own = vars(module)
-        for name in (None, *_HELD):
-            was, now = self.held.get(name, {}), own if name is None else own.get(name, {})
-            now = now if isinstance(now, dict) else {}
-            for key in was.keys() | now.keys() if was or now else ():
+        held = _held_by(module)
+        for name in self.held | held:
+            was, now = self.held.get(name, {}), held.get(name, {})
+            for key in was | now:
                 then, after = was.get(key, _ABSENT), now.get(key, _ABSENT)
-                after = _ABSENT if name is None and isinstance(after, _LEFT_OUT) else after
-                if then is not after and (name is not None or key not in _REGISTERED):
+                if then is not after:
                     yield (name, key), then, after
 
 
@@ -63,7 +67,7 @@ def _copied(known: Prepared | None) -> Prepared | None:
     return replace(known, averagings=[*known.averagings], ends=[*known.ends], forward=layers)
 
 
-@dataclass
+@dataclass(slots=True)
 class _ModuleChange:
     """What has become of one module."""
 
@@ -73,6 +77,23 @@ class _ModuleChange:
     now: type[nn.Module]
     values: dict[tuple[str | None, Any], tuple[Any, Any]] = field(default_factory=dict)
     """What was there before and after, by dictionary and key."""
+    hooks: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The keys of hooks that were not there before, by dictionary; FSDP2 adds one for each parameter."""
+
+    def note(self, changes: Iterable[tuple[tuple[str | None, Any], Any, Any]]) -> None:
+        """Add what `_ModuleThen.changes` finds, after what is noted."""
+        known = {(name, key) for name, keys in self.hooks.items() for key in keys}
+        added: dict[str, list[Any]] = {}
+        for place, before, after in changes:
+            name, key = place
+            if place in self.values:
+                self.values[place] = self.values[place][0], after
+            elif name is None or name == "_modules" or (before is not _ABSENT and place not in known):
+                self.values[place] = before, after
+            elif place not in known:
+                added.setdefault(name, []).append(key)
+        for name, keys in added.items():
+            self.hooks[name] = *self.hooks.get(name, ()), *keys
 
 
 @dataclass
@@ -111,13 +132,15 @@ class Changes:
                 _torch.forget_state(module)
             for (name, key), (before, after) in one.values.items():
                 held = own if name is None else own[name]
-                is_hook = name not in (None, "_modules") and before is _ABSENT
-                if not is_hook and held.get(key, _ABSENT) is not after:
+                if held.get(key, _ABSENT) is not after:
                     continue
                 if before is _ABSENT:
                     held.pop(key, None)
                 else:
                     held[key] = before
+            for name, keys in one.hooks.items():
+                for key in keys:
+                    own[name].pop(key, None)
             own.pop("_composer_dist", None)
             if one.known is not None:
                 own["_composer_dist"] = one.known
@@ -138,7 +161,6 @@ def changes_noted(model: nn.Module) -> Iterator[None]:
     for module, was in before.items():
         one = noted.get(module) or _ModuleChange(was.kind, was.known, type(module))
         one.now = type(module)
-        for place, then, after in was.changes(module):
-            one.values[place] = one.values.get(place, (then, None))[0], after
-        if one.values or one.kind is not one.now or of(module) is not None:
+        one.note(was.changes(module))
+        if one.values or one.hooks or one.kind is not one.now or of(module) is not None:
             noted[module] = one

@@ -26,7 +26,7 @@ from composer_dist.wording import listed
 Kind = Literal["parameter", "buffer", "attribute"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Registration:
     """One registration of a tensor: `module` holds it under `key`."""
 
@@ -62,7 +62,7 @@ class Registration:
         return self.module._buffers if self.kind == "buffer" else vars(self.module)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """The facts about a tensor of the model, for the plan and for other ranks."""
 
@@ -87,7 +87,7 @@ class TensorInfo:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Held:
     """A tensor of the model and the places that hold it."""
 
@@ -169,18 +169,22 @@ def read_structure(model: nn.Module) -> Structure:
             f"{listed(list(dict.fromkeys(lazy)))}: a lazy module has no shapes before its first call. Run "
             "one batch through the model first, and build the optimizer after it."
         )
-    tensors = {held.info.name: held for held in map(_held, registered.values())}
+    same: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    tensors = {held.info.name: held for held in (_held(one, same) for one in registered.values())}
     return Structure(modules, tensors, first)
 
 
-def _held(registered: list[tuple[str, Registration]]) -> Held:
+def _held(registered: list[tuple[str, Registration]], same: dict[tuple[Any, ...], tuple[Any, ...]]) -> Held:
+    """A tensor by its places; `same` keeps one object of equal owners or shapes, which take memory."""
     names = tuple(child_name(owner, place.key) for owner, place in registered)
     owners = tuple(owner for owner, _ in registered)
+    owners = same.setdefault(owners, owners)
     places = tuple(dict.fromkeys(place for _, place in registered))  # a duplicate module has one set
     kinds: tuple[Kind, ...] = ("parameter", "buffer", "attribute")
     kind = next(kind for kind in kinds if any(place.kind == kind for place in places))
     one = places[0].get()
     shape, inner = tuple(one.shape), describe_inner(one)
+    shape = same.setdefault(shape, shape)
     info = TensorInfo(names[0], names, owners, kind, shape, one.dtype, one.requires_grad, inner)
     return Held(info, places)
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cache, partial, wraps
-from typing import Any
-from weakref import WeakKeyDictionary, ref
+from typing import TypeAlias
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from composer_dist.structure.structure import Structure
 from composer_dist.tensors.fingerprint import fingerprint
 from composer_dist.wording import listed
 
+Former: TypeAlias = list[WeakValueDictionary[str, Tensor]]
+"""The parameters that still exist of those that a model had before each of its preparations, by name."""
+
 
 def watch_steps(model: nn.Module, replaced: Mapping[str, Tensor]) -> None:
     """Look at every step of every optimizer of this process while `model` exists.
@@ -30,9 +33,10 @@ def watch_steps(model: nn.Module, replaced: Mapping[str, Tensor]) -> None:
         model: prepared.
         replaced: the parameters, by name, that the model had before.
     """
-    former = {id(parameter): (name, ref(parameter)) for name, parameter in replaced.items()}
+    former: Former = [WeakValueDictionary(replaced)]
     for there, earlier in _former:
-        former = {**earlier, **former} if there() is model else former
+        former = [*earlier, *former] if there() is model else former
+    former = [one for one in former if one]
     before_every_step(model, partial(_choose, former))
     _watch_zero_grad()
     _known[model] = [ref(module) for module in model.modules() if isinstance(module, FSDPModule)]
@@ -41,8 +45,8 @@ def watch_steps(model: nn.Module, replaced: Mapping[str, Tensor]) -> None:
     _former[:] = [*(one for one in _former if one[0]() not in (None, model)), (ref(model), former)]
 
 
-_former: list[tuple[ref[nn.Module], Mapping[int, tuple[str, Any]]]] = []
-"""The parameters that each prepared model had before, by identity."""
+_former: list[tuple[ref[nn.Module], Former]] = []
+"""The parameters that each prepared model had before."""
 
 
 @cache
@@ -86,21 +90,19 @@ _known: WeakKeyDictionary[nn.Module, list[ref[FSDPModule]]] = WeakKeyDictionary(
 def check_former(structure: Structure) -> None:
     """Raise a ParallelismValueError for parameters shared with a model that was prepared before."""
     with Faults() as faults:
+        known = [former for model, former in _former if model() is not None]
+        there = {id(one): name for former in known for each in former for name, one in each.items()}
         for name, held in structure.parameters.items():
-            for model, former in _former:
-                there, one = former.get(id(held.get()), ("", None))
-                if model() is not None and one is not None and one() is held.get():
-                    faults.append(
-                        f"{name} was also {there} of a model that is prepared, and is replaced there, so the "
-                        "two would no longer be one. Prepare both models as parts of one module."
-                    )
+            if id(held.get()) in there:
+                faults.append(
+                    f"{name} was also {there[id(held.get())]} of a model that is prepared, and is replaced "
+                    "there, so the two would no longer be one. Prepare both models as parts of one module."
+                )
 
 
-def _choose(
-    former: Mapping[int, tuple[str, Any]], model: nn.Module, optimizer: Optimizer
-) -> Check[nn.Module] | None:
+def _choose(former: Former, model: nn.Module, optimizer: Optimizer) -> Check[nn.Module] | None:
     held = {id(one): one for group in optimizer.param_groups for one in group["params"]}
-    found = [(name, held[key]) for key, (name, one) in former.items() if key in held and one() is held[key]]
+    found = [(name, one) for each in former for name, one in each.items() if id(one) in held]
     if not found:
         _check_apart(model, held)
     params = [param for unit in _units(model) for param in _torch.fsdp_params(unit)]

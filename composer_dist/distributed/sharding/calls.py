@@ -70,7 +70,9 @@ class Calls:
             params: what FSDP2 knows of each parameter that this module must not change, by name.
         """
         self._params = params
-        self._known = {module: frozenset(vars(module)["_parameters"]) for module in own_modules(self._module)}
+        self._known = {
+            module: _shared(frozenset(vars(module)["_parameters"])) for module in own_modules(self._module)
+        }
         self._module.register_forward_pre_hook(_torch.eager(self._enter), with_kwargs=True, prepend=True)
         self._module.register_forward_hook(_torch.eager(self._leave), always_call=True)
         forwards.add(self._module, forwards.Layer.CALL, self._through_call)
@@ -220,6 +222,12 @@ class Calls:
                         "model after the preparation, so its gradient would not be averaged over the ranks. "
                         "Put it in (prune or parametrize the module) before, or freeze it."
                     )
+
+
+@functools.cache
+def _shared(names: frozenset[str]) -> frozenset[str]:
+    """One set for all modules with the same names, because a set is large and equal modules are many."""
+    return names
 
 
 def _is_stray(tensor: Tensor, call: _Call, seen: set[int]) -> bool:

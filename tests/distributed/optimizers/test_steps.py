@@ -17,6 +17,7 @@ from composer_dist.config.rule import Rule
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import no_sync, parallelize_model
 from composer_dist.distributed.before_steps import Check, before_every_step
+from composer_dist.distributed.optimizers import steps
 from composer_dist.distributed.training.gradients import accumulate
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit.compare import close, fails, weights
@@ -49,6 +50,18 @@ def test_a_step_with_parameters_from_before_or_without_gradients_is_refused() ->
         optimizer.step()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
+
+
+@on_ranks(2)
+def test_former_parameters_are_forgotten_once_nothing_holds_them() -> None:
+    model = _net()
+    kept = model[1].weight
+    parallelize_model(model, FSDP2Config())
+    gc.collect()
+    (former,) = next(former for of, former in steps._former if of() is model)
+    assert dict(former) == {"1.weight": kept}
+    with fails(ParallelismRuntimeError, "SGD holds 1.weight from before the preparation"):
+        torch.optim.SGD([kept], 0.1).step()
 
 
 @on_ranks(2)
