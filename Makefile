@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE := 1
 help:
 	@echo "make demo      train, fine-tune with LoRA, export and reload a small model on two processes"
 	@echo "make test      the default tests (test-all: the slow ones too; zoo: every architecture;"
-	@echo "               fuzz: 10,000 cases of bad input for each reader; chaos: faults at every step of a run;"
+	@echo "               fuzz: 20,000 cases of bad input for each reader; chaos: faults at every step of a run;"
 	@echo "               browser: the report in Chromium, where chromium-driver is installed);"
 	@echo "               TORCH=2.15.0 runs them with that version, in .venv-2.15.0"
 	@echo "make lint      ruff, the floors of the house, the reference (format: apply ruff);  make types: mypy"
@@ -37,6 +37,10 @@ $(VENV)/constraints.txt: constraints.txt | $(BIN)/pip
 $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 	@echo "Installing the packages of constraints.txt into $(VENV): a few minutes, once"
 	$(INSTALL) -e '.[dev]'
+	touch $@
+
+$(VENV)/.fuzz: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
+	$(INSTALL) -e '.[fuzz]'
 	touch $@
 
 $(VENV)/.docs: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
@@ -61,8 +65,9 @@ browser: $(VENV)/.dev
 zoo: $(VENV)/.dev
 	$(BIN)/pytest -m '' tests/zoo
 
-fuzz: $(VENV)/.dev
+fuzz: $(VENV)/.dev $(VENV)/.fuzz
 	FUZZ=fuzz $(BIN)/pytest -n 2 tests/behavior/test_fuzz.py --durations=0 -o faulthandler_timeout=0
+	$(BIN)/python -m tests.kit.guided
 
 # Writes the table of faults into docs/reliability.md; takes about 12 minutes on two cores.
 chaos: $(VENV)/.dev
