@@ -11,6 +11,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
+from composer_dist import _torch
 from composer_dist.distributed.ranks.liveness import Identity, has_ended
 from composer_dist.distributed.ranks.waiting import poll
 from composer_dist.errors import ParallelismRuntimeError
@@ -68,7 +69,8 @@ def own_store(port: int, rank: int, timeout: timedelta = _LIMIT) -> TCPStore:
             _hosted[port] = host_store(port, timeout)
         return _hosted[port]
     for _ in poll(timeout, lambda: "rank 0, which opens the store"):  # torch would print each attempt
-        with suppress(OSError), socket.create_connection((HOST, port)):
+        with suppress(OSError), socket.create_connection((HOST, port)), _torch.warnings_of_c10_off():
+            # It connects again by itself if the connection is reset, and would print that.
             return TCPStore(HOST, port, is_master=False, timeout=timeout)
     raise ParallelismRuntimeError(
         f"Rank 0 did not open the store of the ranks, port {port} of {HOST}, within "

@@ -3,13 +3,16 @@
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
-from composer_dist.distributed.ranks.loopback import host_store, own_store
+from composer_dist.distributed.ranks.loopback import HOST, host_store, own_store
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit.grids import in_the_default_run
 
@@ -82,3 +85,26 @@ def test_a_second_group_uses_the_same_store() -> None:
     assert own_store(port, 0) is own_store(port, 0)
     own_store(port, 0).set("a", "1")
     assert own_store(port, 1).get("a") == b"1"
+
+
+@pytest.mark.promise(108)
+def test_a_connection_that_is_reset_at_the_start_is_made_again_without_a_word(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    listener = socket.create_server((HOST, 0))
+    port, hosted = listener.getsockname()[1], []
+
+    def host() -> None:
+        with listener.accept()[0], listener.accept()[0] as first:  # a look whether it is open; torch's
+            first.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
+            first.recv(1)
+        options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
+        hosted.append(TCPStore(HOST, port, is_master=True, **options))
+
+    thread = threading.Thread(target=host)
+    thread.start()
+    store = own_store(port, rank=1)
+    thread.join()
+    store.set("key", "value")
+    assert hosted[0].get("key") == b"value"
+    assert capfd.readouterr().err == ""
