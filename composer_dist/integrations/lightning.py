@@ -166,7 +166,9 @@ class ComposerDistStrategy(Prepares, ModelParallelStrategy):
             with process_group.together("reading the checkpoint"):
                 if os.path.isfile(path) and type(self.checkpoint_io) is TorchCheckpointIO:
                     # The ranks of a host share this memory.
-                    return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+                    return torch.load(  # nosec B614: whether pickles may run is said to the Trainer, by name
+                        path, map_location="cpu", mmap=True, weights_only=weights_only
+                    )
                 given = {} if weights_only is None else {"weights_only": weights_only}  # 2.5 has none
                 return self.checkpoint_io.load_checkpoint(checkpoint_path, **given)
         module = self.lightning_module
