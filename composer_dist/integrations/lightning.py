@@ -165,8 +165,8 @@ class ComposerDistStrategy(Prepares, ModelParallelStrategy):
         if not self.broadcast(file_system.isdir(path)):
             with process_group.together("reading the checkpoint"):
                 if os.path.isfile(path) and type(self.checkpoint_io) is TorchCheckpointIO:
-                    # The ranks of a host share this memory.
-                    return torch.load(  # nosec B614: whether pickles may run is said to the Trainer, by name
+                    # The ranks of a host share this memory. The user says whether pickles may run.
+                    return torch.load(  # nosec B614
                         path, map_location="cpu", mmap=True, weights_only=weights_only
                     )
                 given = {} if weights_only is None else {"weights_only": weights_only}  # 2.5 has none

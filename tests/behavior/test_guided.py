@@ -50,3 +50,4 @@ def test_cases_are_counted_and_a_failure_is_told(tmp_path: Path) -> None:
     assert failed.returncode == 1
     assert failed.stdout.startswith("test_configurations: FAILED")
     assert "there are test_runs, test_runs_written_otherwise" in run("test_run").stderr
+    assert "--replay needs the name of one target" in run("--replay", "crash-1").stderr

@@ -80,6 +80,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := set(arguments.targets) - set(TARGETS):
         parser.error(f"no target: {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
+    if arguments.replay and len(arguments.targets) != 1:
+        parser.error("--replay needs the name of one target")
     if arguments.here or arguments.replay:
         return one_target(arguments.targets[0], arguments.cases, arguments.replay)
     failed = 0
@@ -101,4 +103,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

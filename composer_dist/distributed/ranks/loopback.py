@@ -70,7 +70,7 @@ def own_store(port: int, rank: int, timeout: timedelta = _LIMIT) -> TCPStore:
         return _hosted[port]
     for _ in poll(timeout, lambda: "rank 0, which opens the store"):  # torch would print each attempt
         with suppress(OSError), socket.create_connection((HOST, port)), _torch.warnings_of_c10_off():
-            # It connects again by itself if the connection is reset, and would print that.
+            # torch connects again by itself if the connection is reset, but prints a stack of C++.
             return TCPStore(HOST, port, is_master=False, timeout=timeout)
     raise ParallelismRuntimeError(
         f"Rank 0 did not open the store of the ranks, port {port} of {HOST}, within "
