@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ def launch_local(processes: int, command: Sequence[str], name: str = "train") ->
     from composer_dist.distributed.ranks.loopback import HOST
 
     rendezvous.register()
+    interruption = rendezvous.Interruption()
     share_cpus(processes)  # inherited
     for part in ("", ".agent.server.api"):  # which sets its own level; the failure is printed below
         logging.getLogger(f"torch.distributed.elastic{part}").setLevel(logging.CRITICAL)
@@ -63,6 +64,7 @@ def launch_local(processes: int, command: Sequence[str], name: str = "train") ->
             run_id=uuid.uuid4().hex,
             rdzv_backend=rendezvous.NAME,
             rdzv_endpoint=HOST,
+            rdzv_configs={"interruption": interruption},
             max_restarts=0,
             monitor_interval=0.1,
             start_method="spawn",
@@ -71,7 +73,7 @@ def launch_local(processes: int, command: Sequence[str], name: str = "train") ->
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=others or Std.NONE),
         )
         try:
-            with _interruptible(folder, name):
+            with _interruptible(folder, name, interruption.interrupt):
                 elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
             rank, failure = _first(error.failures)
@@ -84,8 +86,8 @@ def launch_local(processes: int, command: Sequence[str], name: str = "train") ->
 
 
 @contextmanager
-def _interruptible(folder: str, command: str) -> Iterator[None]:
-    """Inside, the first Ctrl-C is passed on by the agent; a second one, or a long wait, ends everything."""
+def _interruptible(folder: str, command: str, pass_on: Callable[[Exception], None]) -> Iterator[None]:
+    """Inside, the agent passes the first Ctrl-C on; a second one, or a long wait, ends everything."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     def at_once(number: int, frame: Any) -> None:
@@ -97,7 +99,7 @@ def _interruptible(folder: str, command: str) -> Iterator[None]:
         signal.signal(signal.SIGALRM, at_once)
         signal.alarm(_CLOSING)
         interrupt.tell(command)
-        raise SignalException("Ctrl-C", signal.SIGINT)
+        pass_on(SignalException("Ctrl-C", signal.SIGINT))
 
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:

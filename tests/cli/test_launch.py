@@ -2,10 +2,13 @@
 
 import json
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from composer_dist.cli import interrupt
 from composer_dist.cli.launch import _with_output, launch_local, report_failure
@@ -107,9 +110,10 @@ def test_all_is_well(launch: Launch, capfd: Capture) -> None:
 
 
 IS_INTERRUPTED = """\
+interrupts = rank == 1
 try:
     Path(f"{rank}-began").touch()
-    if rank:
+    if interrupts:
         wait("0-began")
         os.kill(os.getppid(), signal.SIGINT)
     time.sleep(600)
@@ -128,6 +132,29 @@ def test_ctrl_c_is_passed_on_and_told_once(launch: Launch, capfd: Capture, tmp_p
         signal.signal(signal.SIGINT, before)
     assert capfd.readouterr() == ("", interrupt.TOLD)
     assert len(list(tmp_path.glob("*-ended"))) == 2
+
+
+def test_ctrl_c_while_a_rank_is_being_started_ends_those_that_run(
+    launch: Launch, capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent knows no rank before it has started all, and ends only those that it knows."""
+    start = SubprocessHandler._popen
+
+    def interrupted(self: SubprocessHandler, *arguments: Any) -> Any:
+        if self.local_rank_id == 1:
+            while not (tmp_path / "0-began").exists():
+                time.sleep(0.001)
+            signal.raise_signal(signal.SIGINT)
+        return start(self, *arguments)
+
+    monkeypatch.setattr(SubprocessHandler, "_popen", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert launch(IS_INTERRUPTED.replace("rank == 1", "False")) == interrupt.EXIT_STATUS
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capfd.readouterr() == ("", interrupt.TOLD)
+    assert (tmp_path / "0-ended").exists()
 
 
 def test_a_rank_without_lines_of_the_user_is_told_last(
