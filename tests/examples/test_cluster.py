@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.distributed.run import parse_args
 
 from composer_dist.cli.init import PRESETS
 from composer_dist.distributed.ranks.launcher_variables import torchrun_variables
+from tests.kit.ports import reserved_port
 from tests.kit.scripts.hosts import on_two_hosts
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cluster"
@@ -96,19 +96,17 @@ process_group.destroy()
 
 def _agents(count: int, per_node: int, script: Path, *arguments: str) -> Any:
     """What rank 0 prints, with one torchrun for each host, which meet at the first."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     common = ["-m", "torch.distributed.run", f"--nnodes={count}", f"--nproc-per-node={per_node}"]
-    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
-    command = [sys.executable, *common, *meet, str(script), *arguments]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    agents = [subprocess.Popen(command, **pipes) for _ in range(count)]
-    try:
-        told = [agent.communicate(timeout=240) for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
+    with reserved_port() as port:
+        meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
+        command = [sys.executable, *common, *meet, str(script), *arguments]
+        agents = [subprocess.Popen(command, **pipes) for _ in range(count)]
+        try:
+            told = [agent.communicate(timeout=240) for agent in agents]
+        finally:
+            for agent in agents:
+                agent.kill()
     assert [agent.returncode for agent in agents] == [0] * count, told
     return json.loads("".join(out for out, _ in told))
 

@@ -15,7 +15,6 @@ import pickle
 import resource
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -28,6 +27,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
+
+from tests.kit.ports import reserved_port
 
 T = TypeVar("T")
 Body = Callable[[Path], object]
@@ -156,9 +157,9 @@ def _measure(
         (folder / name).mkdir()
     found = Outcome(isolated=_isolate(folder / "disk"))
     _end_with(parent)  # a new namespace of users would take that back
-    port = _free_port()
-    pids = [_start(body, rank, ranks, folder, port) for rank in range(ranks)]
-    ends = _await(pids, limit)
+    with reserved_port() as port:
+        pids = [_start(body, rank, ranks, folder, port) for rank in range(ranks)]
+        ends = _await(pids, limit)
     found.left = _orphans()
     for rank, pid in enumerate(pids):
         status, seconds = ends.get(pid, (None, time.monotonic() - began))
@@ -245,9 +246,3 @@ def _isolate(disk: Path) -> bool:
         libc.mount(b"none", path.encode(), b"tmpfs", 0, f"size={size}".encode())
         for path, size in sizes.items()
     )
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port: int = one.getsockname()[1]
-        return port

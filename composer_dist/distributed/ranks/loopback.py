@@ -4,6 +4,7 @@ A `TCPStore` answers whoever connects to it, and by itself listens on all interf
 2.13). If all ranks are on one machine, it listens on the loopback interface only.
 """
 
+import os
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -43,8 +44,8 @@ def host_store(port: int = 0, timeout: timedelta = _LIMIT) -> TCPStore:
         listener = socket.create_server((HOST, port))
     except OSError as error:
         raise ParallelismRuntimeError(
-            f"The store of the ranks cannot use port {port} ({error.strerror}). Set MASTER_PORT to a free "
-            "one."
+            f"The store of the ranks cannot use port {port} ({os.strerror(error.errno or 0)}). Set "
+            "MASTER_PORT to a free one."
         ) from error
     found: int = listener.getsockname()[1]
     store = TCPStore(

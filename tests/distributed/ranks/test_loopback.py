@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 from composer_dist.distributed.ranks.loopback import HOST, host_store, own_store
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit.grids import in_the_default_run
+from tests.kit.ports import reserved_port
 
 pytestmark = pytest.mark.promise(107)
 
@@ -53,12 +54,6 @@ WAYS = {
 }
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="looks up the interface on Linux")
 @pytest.mark.parametrize("way", in_the_default_run("one process, launch", among=WAYS))
 def test_nothing_listens_beyond_loopback(tmp_path: Path, way: str) -> None:
@@ -66,8 +61,10 @@ def test_nothing_listens_beyond_loopback(tmp_path: Path, way: str) -> None:
     (tmp_path / "start.py").write_text(WAYS[way])
     environ = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
     path = os.pathsep.join([str(tmp_path), *filter(None, [environ.get("PYTHONPATH")])])
-    command = [sys.executable, "start.py", str(free_port())]
-    done = subprocess.run(command, cwd=tmp_path, env=environ | {"PYTHONPATH": path}, capture_output=True)
+    environ["PYTHONPATH"] = path
+    with reserved_port() as port:
+        command = [sys.executable, "start.py", str(port)]
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     found = [json.loads(line) for line in (tmp_path / "found.json").read_text().splitlines()]
     assert found == [["127.0.0.1"]] * len(way.split(", "))
@@ -76,15 +73,22 @@ def test_nothing_listens_beyond_loopback(tmp_path: Path, way: str) -> None:
 def test_a_port_in_use_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(ParallelismRuntimeError, match=f"cannot use port {port} .* Set MASTER_PORT"):
+        told = rf"cannot use port {port} \(Address already in use\)\. Set MASTER_PORT"
+        with pytest.raises(ParallelismRuntimeError, match=told):
             host_store(port)
 
 
+def test_a_reserved_port_is_given_to_a_store_and_to_nobody_else() -> None:
+    with reserved_port() as port, socket.create_server((HOST, 0)) as other:
+        assert other.getsockname()[1] != port
+        assert host_store(port).port == port
+
+
 def test_a_second_group_uses_the_same_store() -> None:
-    port = free_port()
-    assert own_store(port, 0) is own_store(port, 0)
-    own_store(port, 0).set("a", "1")
-    assert own_store(port, 1).get("a") == b"1"
+    with reserved_port() as port:
+        assert own_store(port, 0) is own_store(port, 0)
+        own_store(port, 0).set("a", "1")
+        assert own_store(port, 1).get("a") == b"1"
 
 
 @pytest.mark.promise(108)

@@ -1,7 +1,6 @@
 """The facade over torch.distributed: the same calls on one process and on several."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections import namedtuple
@@ -18,6 +17,7 @@ from composer_dist.distributed.ranks import process_group as pg
 from composer_dist.distributed.ranks.cpus import share_cpus, threads_per_process
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError, ParallelismValueError
 from tests.kit.compare import fails
+from tests.kit.ports import reserved_port
 from tests.kit.world import World, on_ranks
 
 LAUNCHER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "1"}
@@ -287,18 +287,13 @@ def test_a_process_takes_its_share_unless_omp_num_threads_is_set(world1: World) 
     assert world1(share_among, 1, "3")[0][:2] == (3, "3")
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return str(listener.getsockname()[1])
-
-
 @pytest.mark.promise(9)
 @pytest.mark.parametrize("launched", [True, False])
 def test_timeout_reaches_torch(monkeypatch: pytest.MonkeyPatch, launched: bool) -> None:
-    if launched:
-        for name, value in {**LAUNCHER, "MASTER_PORT": free_port()}.items():
-            monkeypatch.setenv(name, value)
-    with mock.patch.object(dist, "init_process_group") as called:
+    with reserved_port() as port, mock.patch.object(dist, "init_process_group") as called:
+        if launched:
+            for name, value in {**LAUNCHER, "MASTER_PORT": str(port)}.items():
+                monkeypatch.setenv(name, value)
         pg.init(device="cpu", timeout=timedelta(seconds=30))
     assert called.call_args.args == ("gloo",)
     assert called.call_args.kwargs["timeout"] == timedelta(seconds=30)
@@ -319,15 +314,15 @@ if process_group.world_and_rank()[1] == 0:
 
 @pytest.mark.slow
 def test_a_rank_that_ends_before_it_has_agreed_on_anything_is_noticed() -> None:
-    port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LEAVING],
-            env=os.environ | LAUNCHER | {"MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=100)[1] for process in ranks]
+    with reserved_port() as port:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", LEAVING],
+                env=os.environ | LAUNCHER | {"MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        errors = [process.communicate(timeout=100)[1] for process in ranks]
     assert "Rank 1 died at 'the work'" in errors[0]
