@@ -15,6 +15,8 @@ was saved after it.
   buffers and stands in a column of its own.
 - state_dict: `get_model_state_dict` and `get_optimizer_state_dict` in full on rank 0, then `torch.save`,
   which does not sync.
+- export: the weights as transformers reads them. dcp, export: by torch's `HuggingFaceStorageWriter`, which
+  writes shards and then puts them together; save_pretrained: of the full state on rank 0. Neither syncs.
 - adapters: the state of LoRA alone, out of a sharded model; the traffic is what counts.
 - full_model_state, weight_source: all weights on every rank, at once or in buckets of 32 MiB.
 """
@@ -145,6 +147,23 @@ def state_dict(state: State, path: Path) -> None:
     dist.barrier()
 
 
+def ours_exported(state: State, path: Path) -> None:
+    export_pretrained(state["model"], path)
+
+
+def dcp_exported(state: State, path: Path) -> None:
+    writer = dcp.HuggingFaceStorageWriter(str(path), save_distributed=True, enable_consolidation=True)
+    dcp.save(get_model_state_dict(state["model"]), storage_writer=writer)
+
+
+def save_pretrained(state: State, path: Path) -> None:
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = get_model_state_dict(state["model"], options=options)
+    if dist.get_rank() == 0:
+        state["model"].save_pretrained(path, state_dict=full)
+    dist.barrier()
+
+
 def accelerate(arguments: Namespace) -> Figures:
     from accelerate import PartialState
     from accelerate.utils import fsdp_utils
@@ -205,9 +224,9 @@ CONTENDERS = {
     "composer_dist, asynchronous": asynchronous,
     "composer_dist, one file": partial(save, partial(ours, sharded=False)),
     "state_dict": partial(save, state_dict),
-    "composer_dist, export (no optimizer)": partial(
-        save, lambda state, path: export_pretrained(state["model"], path)
-    ),
+    "composer_dist, export": partial(save, ours_exported),
+    "dcp, export": partial(save, dcp_exported),
+    "save_pretrained": partial(save, save_pretrained),
     "composer_dist, adapters": adapters,
     "composer_dist, full_model_state": in_full,
     "composer_dist, weight_source": handed_over,
@@ -218,4 +237,4 @@ CONTENDERS = {
 
 if __name__ == "__main__":
     options = partial(llama.options, millions=100)
-    play(CONTENDERS, ("dcp", "dcp, load"), options, ranks=(4,), together=True)
+    play(CONTENDERS, ("dcp", "dcp, load", "dcp, export"), options, ranks=(4,), together=True)
