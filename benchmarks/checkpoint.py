@@ -16,7 +16,8 @@ was saved after it.
 - state_dict: `get_model_state_dict` and `get_optimizer_state_dict` in full on rank 0, then `torch.save`,
   which does not sync.
 - export: the weights as transformers reads them. dcp, export: by torch's `HuggingFaceStorageWriter`, which
-  writes shards and then puts them together; save_pretrained: of the full state on rank 0. Neither syncs.
+  writes shards, syncs them, and then puts them together; save_pretrained: of the full state on rank 0,
+  not synced.
 - adapters: the state of LoRA alone, out of a sharded model; the traffic is what counts.
 - full_model_state, weight_source: all weights on every rank, at once or in buckets of 32 MiB.
 """

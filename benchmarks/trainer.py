@@ -8,7 +8,8 @@ arithmetic. Each contender trains it in processes of its own; the first three st
 allocates what he keeps, are not timed. The last loss is shown in thousandths.
 
 - loop: a loop by hand over FSDP2: forward, backward, step. A reference, not a rival.
-- composer_dist, loop: the same loop over `parallelize_model`; "unchecked" has `check_order=False`.
+- composer_dist, loop: the same loop over `parallelize_model`; "unchecked" has `check_order=False`; "guarded"
+  runs in a `HangGuard` with a limit of 60 s, and shows what its thread and process take of one processor.
 - Lightning Fabric: its `ModelParallelStrategy` over the same `fully_shard`.
 - Composer: its own Trainer with its FSDP2.
 - loop, DDP: a loop by hand over DistributedDataParallel. A reference for the next one.
@@ -17,11 +18,14 @@ allocates what he keeps, are not timed. The last loss is shown in thousandths.
 """
 
 import argparse
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from llama import shard
@@ -32,7 +36,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from composer_dist import FSDP2Config, HuggingFaceModel, ParallelismConfig, Trainer
-from composer_dist.distributed import parallelize_model
+from composer_dist.distributed import HangGuard, parallelize_model
 
 WARM = 3
 """Steps before the clock starts."""
@@ -112,6 +116,17 @@ def by_hand(prepare: Callable[[nn.Module], nn.Module]) -> Train:
 def prepared(**options: Any) -> Train:
     config = ParallelismConfig(fsdp2=FSDP2Config(), **options)
     return by_hand(lambda model: parallelize_model(model, config).model)
+
+
+def guarded(arguments: argparse.Namespace) -> Figures:
+    start = time.perf_counter()
+    with HangGuard(timeout=60):
+        thread = next(one for one in threading.enumerate() if one.name == "composer_dist-hang-guard")
+        figures = measure(prepared, arguments)
+        tasks = [thread.native_id, *(child.pid for child in psutil.Process().children())]
+        used = sum(int(Path(f"/proc/{task}/schedstat").read_text().split()[0]) for task in tasks) / 1e9
+        share = 100 * used / (time.perf_counter() - start)
+    return figures | reduced({"guard, %": share})
 
 
 def ours(strategy: str) -> Train:
@@ -272,4 +287,5 @@ WAYS: dict[str, Callable[[], Train]] = {
 
 if __name__ == "__main__":
     contenders = {name: partial(measure, make) for name, make in WAYS.items()}
+    contenders["composer_dist, loop, guarded"] = guarded
     play(contenders, ("loop", "loop, DDP"), options, ranks=(2,))
