@@ -4,7 +4,7 @@
 
 Both build the same Llama and its AdamW, read the same text as bytes, shard by FSDP2, and take steps; timed
 from the start of the command (`composer-dist train -n 2`, `torchrun`) until the first step is written down in
-a file. Also: how long until a faulty key, or a missing file, is told. Who comes first rotates.
+a file. Also: how long until a faulty key or value, or a missing file, is told. Who comes first rotates.
 """
 
 import argparse
@@ -39,6 +39,17 @@ parallelism: fsdp
 trainer: {{max_duration: 2ba}}
 loggers: {{file: {{interval: 1ba}}}}
 """
+
+FAULTS = (
+    "trainer.max_duratoin=2ba",
+    "trainer.max_duration=2bax",
+    "trainer.hang_timeout=5ba",
+    "optimizer.lr=fast",
+    "scheduler=cosin",
+    "parallelism.mesh.tp=two",
+    "data.source=missing.txt",
+)
+"""Overrides with something wrong in them."""
 
 SCRIPT = """
 import sys
@@ -102,17 +113,19 @@ def turns(path: Path, ranks: str) -> dict[str, Callable[[], float]]:
     """What is timed, in an empty folder."""
     train = [sys.executable, "-m", "composer_dist", "train"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    good, bad, script = path / "config.yaml", path / "bad.yaml", path / "script.py"
+    good, script = path / "config.yaml", path / "script.py"
     good.write_text(CONFIGURATION.format(out=path / "out"))
-    bad.write_text(CONFIGURATION.format(out=path / "out").replace("max_duration", "max_duratoin"))
     script.write_text(SCRIPT)
     ours, metrics = [*train, str(good), "-n", ranks], path / "out" / "metrics.jsonl"
     theirs, losses = [*torchrun, str(script), str(path / "losses")], path / "losses"
     return {
         "composer-dist train": lambda: until_written(ours, metrics, '"batch": 1'),
         "script": lambda: until_written(theirs, losses, "\n"),
-        "a faulty key is told": lambda: until_told([*train, str(bad)]),
-        "a missing file is told": lambda: until_told([*train, str(path / "missing.yaml")]),
+        "a missing configuration is told": lambda: until_told([*train, str(path / "missing.yaml")]),
+        **{
+            f"{override} is told": lambda override=override: until_told([*train, str(good), override])
+            for override in FAULTS
+        },
     }
 
 
@@ -128,7 +141,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             timed = turns(Path(folder), world)
             names = list(timed)
-            for name in names[number % 4 :] + names[: number % 4]:
+            for name in names[number % len(names) :] + names[: number % len(names)]:
                 load = os.getloadavg()[0]
                 seconds.setdefault(name, []).append(timed[name]())
                 print(f"round {number + 1}, load {load:.1f}: {name}: {seconds[name][-1]:.2f} s", flush=True)

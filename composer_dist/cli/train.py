@@ -127,7 +127,7 @@ def refuse_at_once(config: Path, overrides: list[str]) -> None:
     """Say what is wrong before torch is imported, which takes seconds; then the rest, and end."""
     from composer_dist.recipe.problems import ConfigurationError, faults_at_once
 
-    if not (told := faults_at_once(config, overrides)):
+    if not (told := faults_at_once(config, overrides, files=True)):
         return
     if os.environ.get("RANK", "0") == "0":
         typer.echo("\n".join(told), err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,12 +37,13 @@ def explain(
         unnamed = one["type"] in _UNKNOWN | _MISSING
         found.setdefault(_written(one["loc"], values, unnamed), []).append(dict(one))
     for where, errors in found.items():
+        if any(path != where and path[: len(where)] == where for path in found):
+            continue  # what is inside fits one alternative so far, and is told instead
         # A file cannot hold Python objects: mention them only if nothing else was expected.
         plain = [one for one in errors if one["type"] != "is_instance_of"]
-        if plain or not any(path != where and path[: len(where)] == where for path in found):
-            known = _keys(schema, where[:-1], values)
-            name = str(where[-1]) if where else ""
-            yield where, _text(plain or errors, name, known, hint)
+        known = _keys(schema, where[:-1], values)
+        name = str(where[-1]) if where else ""
+        yield where, _text(plain or errors, name, known, hint)
 
 
 def unknown_key(name: str, known: Sequence[str], hint: Callable[[str], str] = lambda name: "") -> str:
@@ -70,12 +72,8 @@ def _text(errors: Sequence[dict[str, Any]], name: str, known: list[str], hint: C
             case kind if kind in _MAPPINGS:
                 expected.append("a mapping")
             case _:
-                text = error["msg"].removeprefix("Input should be ").partition(", unable to parse")[0]
-                text = (
-                    text.removesuffix(", unable to interpret input")
-                    .replace("a valid ", "a ")
-                    .replace("a int", "an int")
-                )
+                text = error["msg"].removeprefix("Input should be ").replace("a valid ", "a ")
+                text = re.split(", unable to|, got a number", text)[0].replace("a int", "an int")
                 expected.append(text.replace("a dictionary", "a mapping").replace("a boolean", "true, false"))
     if expected:
         *others, last = dict.fromkeys(expected)

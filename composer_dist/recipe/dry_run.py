@@ -58,7 +58,7 @@ from composer_dist.trainer import (
 )
 
 # Not public: only recipes and the Trainer check and seed.
-from composer_dist.trainer.arguments import check_microbatch_size, check_options, listed, positive
+from composer_dist.trainer.arguments import check_options, listed
 from composer_dist.trainer.data.randomness import seed_all
 from composer_dist.trainer.resuming.resume import check_resume
 
@@ -146,8 +146,6 @@ def _check_arguments(run: Run, prepares: bool) -> None:
     check_options(precision, options.get("compile", False), prepares)
     if precision is Precision.AMP_FP8:
         require_fp8(torch.device(options.get("device") or torch.accelerator.current_accelerator() or "cpu"))
-    positive("eval_interval", options.get("eval_interval"))
-    check_microbatch_size(options.get("device_train_microbatch_size"))
     GradientClipping.of(options.get("gradient_clipping"))
 
 

@@ -85,9 +85,9 @@ def json_schema() -> dict[str, Any]:
 
     fields: dict[str, Any] = {
         "out": (Path | None, None),
-        "optimizer": (str | Named, "adamw"),
-        "scheduler": (str | Named | None, None),
-        "parallelism": (str | _arguments(ParallelismConfig, extra="allow") | None, "fsdp"),
+        "optimizer": (_by_name(named.OPTIMIZERS, {"params"}), "adamw"),
+        "scheduler": (_by_name(named.SCHEDULERS, {"optimizer", "state"}) | None, None),
+        "parallelism": (str | _arguments(ParallelismConfig) | None, "fsdp"),
         "trainer": (_arguments(Trainer, OURS), ...),
         "callbacks": (choice(named.CALLBACKS), {}),
         "loggers": (choice(named.LOGGERS, given={"path", "log_dir"}, extra="allow"), {}),
@@ -104,6 +104,9 @@ def json_schema() -> dict[str, Any]:
     found["$defs"]["Trainer"]["required"] = ["max_duration"]
     folder = {"type": "string", "description": "Where checkpoints are written; by default in `out`."}
     found["$defs"]["CheckpointSaver"]["properties"]["folder"] = folder
+    strategy = {"type": "string", "description": "One by name, which the other keys change."}
+    found["$defs"]["ParallelismConfig"]["properties"]["strategy"] = strategy
+    found["$defs"]["Profiler"].pop("required", None)  # its folder is in `out` too
     return {"$schema": GenerateJsonSchema.schema_dialect} | found | {"title": "A run of composer-dist train"}
 
 
@@ -139,6 +142,22 @@ class _Lenient(GenerateJsonSchema):
 
     def emit_warning(self, kind: Any, detail: str) -> None:
         """Defaults that are objects are left out in silence."""
+
+
+def _by_name(known: dict[str, str], given: set[str]) -> Any:
+    """A short name, or a mapping with a name and its arguments; torch's own change with its versions."""
+    kinds: Any = str | Reference
+    for name, reference in known.items():
+        ours, target = not reference.startswith("torch."), named.resolve(reference, Path())
+        base = arguments_of(target, frozenset(given), documented=ours, extra=None if ours else "allow")
+        kinds |= pydantic.create_model(base.__name__, __base__=base, name=(Literal[name], ...))  # type: ignore[arg-type]
+    return kinds
+
+
+class Reference(Named):
+    """Something that is not ours; the other keys are its arguments."""
+
+    name: str = pydantic.Field(pattern=r"\.", description="`package.module.Name` or `file.py:Name`.")
 
 
 def _of_names(

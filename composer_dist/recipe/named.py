@@ -136,17 +136,26 @@ def placed(name: str, arguments: Mapping[str, Any] | None, out: Path) -> dict[st
 def find(kind: str, known: Mapping[str, str], name: str, folder: Path) -> Any:
     """The class of a short name, or of a `package.module.Name` or `file.py:Name`.
 
+    Raises:
+        ParallelismValueError: it does not exist.
+    """
+    return resolve(reference(kind, known, name), folder)
+
+
+def reference(kind: str, known: Mapping[str, str], name: str) -> str:
+    """What a short name stands for, or `name` itself if it is a reference.
+
     Installed packages may add short names to those of callbacks and loggers, but not replace them.
 
     Raises:
-        ParallelismValueError: it does not exist; lists the short names.
+        ParallelismValueError: there is no such short name; lists those that there are.
     """
     if name not in known and kind in GROUPS:
         known = {one.name: one.value for one in entry_points(group=GROUPS[kind])} | dict(known)
     if name in known:
-        return resolve(known[name], folder)
+        return known[name]
     if "." in name:
-        return resolve(name, folder)
+        return name
     near = near_miss(name, known)
     if kind == "callback" and "checkpoint" in name.lower():
         near = " Did you mean 'checkpoints:' at the top of the file?"

@@ -1,17 +1,31 @@
-"""The names of a configuration's keys, known without torch, from the JSON Schema that is beside this file.
+"""What a configuration may hold, known without torch, from the JSON Schema that is beside this file.
 
 `docs/signatures.py` writes the schema from `recipe.keys`; a test compares them.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, reduce
+from operator import or_
 from pathlib import Path
-from typing import Any
+from types import GenericAlias
+from typing import Annotated, Any, Literal
 
-from composer_dist.config.yaml import KeyPath
+import pydantic
+
+from composer_dist.recipe.signature import readable
+from composer_dist.trainer.clock import Time
 
 SCHEMA = Path(__file__).with_name("schema.json")
+_SIMPLE: Mapping[str, Any] = {
+    "integer": int,
+    "number": float,
+    "string": str,
+    "boolean": bool,
+    "null": None,
+    "array": list,
+    "object": dict,
+}
 
 
 @cache
@@ -25,30 +39,61 @@ def names_of(*kinds: str) -> set[str]:
     return {name for kind in kinds for name in _schema()["$defs"][kind]["properties"]}
 
 
-def unknown_keys(values: Mapping[str, Any], sections: Sequence[str]) -> Iterator[tuple[KeyPath, list[str]]]:
-    """The path of each key in these sections that the schema does not have, and the keys that there are."""
-    for section in sections:
-        yield from _unknown(values.get(section), _schema()["properties"][section], (section,))
+def mapping_of(section: str, name: str | None = None) -> Any:
+    """The type of a section that is a mapping, for pydantic; of one with a name, the type for this name."""
+    schema = _schema()["properties"][section]
+    for kind in filter(None, map(_name, (schema, *schema.get("anyOf", ())))):
+        if name is None or _schema()["$defs"][kind]["properties"]["name"].get("const") == name:
+            return _mapping(kind)
+    return Any
 
 
-def _unknown(value: Any, schema: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, list[str]]]:
-    kinds = list(_mappings(schema))
-    if not isinstance(value, dict) or not kinds:
-        return
-    known = [name for kind in kinds for name in kind["properties"]]
-    closed = all(kind.get("additionalProperties") is False for kind in kinds)
-    for key, inner in value.items():
-        if found := [kind["properties"][key] for kind in kinds if key in kind["properties"]]:
-            yield from _unknown(inner, {"anyOf": found}, (*path, key))
-        elif closed:
-            yield (*path, key), known
+def _type(schema: Mapping[str, Any]) -> Any:
+    """The type that a part of the schema describes; anything, if it is none of those in the schema."""
+    match schema:
+        case {"$ref": _}:
+            return _mapping(_name(schema))
+        case {"anyOf": kinds}:
+            names = {_name(one) for one in kinds}
+            types = [_type(one) for one in kinds if "Precision" not in names or one != {"type": "string"}]
+            union = reduce(or_, types)
+            return readable(union, Time.of) if "Time" in names else union
+        case {"const": value}:
+            return Literal[value]
+        case {"enum": values}:
+            return Annotated[Literal[*values], pydantic.BeforeValidator(_lower)]
+        case {"prefixItems": items}:
+            return GenericAlias(tuple, tuple(map(_type, items)))
+        case {"type": "array", "items": item}:
+            return GenericAlias(list, (_type(item),))
+        case {"type": "object", "additionalProperties": dict(values)}:
+            return GenericAlias(dict, (str, _type(values)))
+        case {"type": kind}:
+            return _SIMPLE[kind]
+    return Any
 
 
-def _mappings(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The mappings with known keys among what a schema allows."""
-    if "$ref" in schema:
-        yield from _mappings(_schema()["$defs"][schema["$ref"].rpartition("/")[2]])
-    for alternative in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        yield from _mappings(alternative)
-    if "properties" in schema:
-        yield schema
+@cache
+def _mapping(name: str) -> Any:
+    """The type of a mapping by its name in the schema."""
+    if name == "Time":
+        return Time
+    schema = _schema()["$defs"][name]
+    if "properties" not in schema:
+        return _type(schema)
+    fields: dict[str, Any] = {}
+    for key, one in schema["properties"].items():
+        default = ... if key in schema.get("required", ()) else one.get("default")
+        fields[f"{key}_"] = (_type(one), pydantic.Field(default, alias=key))
+    extra: Any = "allow" if schema["additionalProperties"] else "forbid"
+    config = pydantic.ConfigDict(extra=extra, protected_namespaces=(), defer_build=True)
+    return pydantic.create_model(name, __config__=config, **fields)
+
+
+def _name(schema: Mapping[str, Any]) -> str | None:
+    """The name of what a part of the schema refers to."""
+    return schema["$ref"].rpartition("/")[2] if "$ref" in schema else None
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value

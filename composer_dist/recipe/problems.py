@@ -10,13 +10,25 @@ from typing import Any
 
 import pydantic
 
-from composer_dist.config.explain import explain, unknown_key
+from composer_dist.config.explain import explain
 from composer_dist.config.yaml import KeyPath
 from composer_dist.errors import WRONG, ParallelismError, ParallelismValueError, printable
+from composer_dist.recipe import named
 from composer_dist.recipe.other_libraries.keys import hint
-from composer_dist.recipe.outline import unknown_keys
-from composer_dist.recipe.schema import Run
+from composer_dist.recipe.outline import mapping_of
+from composer_dist.recipe.schema import (
+    ChatData,
+    Data,
+    LabeledData,
+    PreferenceData,
+    RowData,
+    Run,
+    Source,
+    TextData,
+)
 from composer_dist.recipe.source import Document, Problem, override, read_document
+from composer_dist.recipe.sources.files import BUILT_IN, chat_template, files_of
+from composer_dist.trainer.arguments import CHECKS
 from composer_dist.users_code import is_of_users_code
 
 
@@ -83,14 +95,12 @@ class Problems:
             return ""
         return hint(name, str(path[0]) if path else "")
 
-    def check_names(self, values: dict[str, Any], sections: Sequence[str]) -> None:
-        """Adds the keys of sections that do not exist, as far as that is known without torch."""
-        for path, known in unknown_keys(values, sections):
-            self.add(unknown_key(str(path[-1]), known, partial(self._hint, None, path[:-1])), *path)
-
     def lines(self) -> list[str]:
-        """What is said about each problem, in the order of the file."""
-        return list(map(self._line, sorted(self._found, key=self._document.order)))
+        """What is said about each problem, in the order of the file, and about each value once."""
+        first: dict[KeyPath | str, Problem] = {}
+        for problem in self._found:
+            first.setdefault(problem.path or problem.text, problem)
+        return list(map(self._line, sorted(first.values(), key=self._document.order)))
 
     def settle(self) -> None:
         """Raises a ConfigurationError with all problems, each with its line, if there are any."""
@@ -100,7 +110,7 @@ class Problems:
     def _line(self, problem: Problem) -> str:
         path: KeyPath = problem.path
         named = f"{'.'.join(map(str, path))}: " if path else ""
-        line = f"{self._document.place(problem)}: {named}{problem.text.removesuffix('.')}"
+        line = f"{self._document.place(problem)}: {named}{problem.text.removeprefix(named).removesuffix('.')}"
         return printable(line).replace("\n", " ")
 
 
@@ -146,7 +156,34 @@ def read_sections(file: Path, assignments: Sequence[str]) -> tuple[Document, Pro
     for section in ("optimizer", "scheduler"):
         if isinstance(name := document.values.get(section), str):
             document.values[section] = {"name": name}
-    return document, problems, problems.check(Run, document.values)
+    run = problems.check(Run, document.values)
+    _check_outline(document.values, problems)
+    return document, problems, run
+
+
+def _check_outline(values: dict[str, Any], problems: Problems) -> None:
+    """What the sections name, and the arguments of what is known by a short name."""
+    if isinstance(trainer := values.get("trainer"), dict):
+        if trainer.get("max_duration") is None:
+            text = "'max_duration' is missing: the length of the run, such as '3ep' or '1000ba'"
+            problems.add(text, "trainer", "max_duration")
+        problems.check(mapping_of("trainer"), trainer, "trainer")
+        for key, check in CHECKS.items():
+            with problems.at("trainer", key):
+                check(trainer.get(key))
+    for section in ("parallelism", "callbacks", "loggers", "checkpoints", "resume"):
+        if isinstance(value := values.get(section), dict):
+            problems.check(mapping_of(section), value, section)
+    for section, known in (("optimizer", named.OPTIMIZERS), ("scheduler", named.SCHEDULERS)):
+        value = values.get(section)
+        if isinstance(value, dict) and isinstance(name := value.get("name"), str):
+            problems.check(mapping_of(section, name), value, section)
+            with problems.at(section, "name"):
+                named.reference(section, known, name)
+    for section, known in (("callbacks", named.CALLBACKS), ("loggers", named.LOGGERS)):
+        for name in value if isinstance(value := values.get(section), dict) else ():
+            with problems.at(section, name):
+                named.reference(section.removesuffix("s"), known, str(name))
 
 
 def _near(file: Path) -> str:
@@ -156,12 +193,37 @@ def _near(file: Path) -> str:
     return f" Did you mean {str(there[close[0]])!r}?" if close else ""
 
 
-def faults_at_once(file: Path, assignments: Sequence[str]) -> list[str]:
-    """What is wrong with a configuration, as far as that is known without torch: its keys, most of all.
+def _check_files(data: Data, folder: Path, problems: Problems) -> None:
+    """The files that the data is read from."""
+    sources: dict[tuple[str, ...], Source | None] = {}
+    match data:
+        case TextData() if data.source not in BUILT_IN:
+            sources["source",] = data.source
+        case LabeledData():
+            sources = {("classes", name): one for name, one in data.classes.items() if one not in BUILT_IN}
+        case RowData():
+            sources = {("source",): data.source, ("evaluate",): data.evaluate}
+    for path, source in sources.items():
+        if isinstance(source, str | list):
+            with problems.at("data", *path):
+                files_of(source)
+    if isinstance(data, ChatData | PreferenceData):
+        with problems.at("data", "chat_template"):
+            chat_template(data, folder)
+
+
+def faults_at_once(file: Path, assignments: Sequence[str], files: bool = False) -> list[str]:
+    """What is wrong with a configuration, as far as that is known without torch.
+
+    Args:
+        file: of the configuration.
+        assignments: its overrides.
+        files: look for those of the data, too.
 
     Raises:
         ConfigurationError: the file cannot be read, or is not YAML, so that nothing else is known of it.
     """
-    document, problems, _ = read_sections(file, assignments)
-    problems.check_names(document.values, ("trainer", "callbacks", "checkpoints", "resume"))
+    _, problems, run = read_sections(file, assignments)
+    if files and run is not None:
+        _check_files(run.data, file.parent, problems)
     return problems.lines()

@@ -96,10 +96,6 @@ def check_sections(values: dict[str, Any], folder: Path, problems: Problems) -> 
         _check_data(data, model, folder, problems)
     if isinstance(trainer := values.get("trainer"), dict):
         problems.check(arguments_of(Trainer, OURS), trainer, "trainer")
-        if trainer.get("max_duration") is None:
-            problems.add(
-                "'max_duration' is missing: the length of the run, such as '3ep' or '1000ba'", "trainer"
-            )
     for section, known, given in (
         ("optimizer", named.OPTIMIZERS, {"params"}),
         ("scheduler", named.SCHEDULERS, {"optimizer", "state", *named.WHOLE_RUN}),

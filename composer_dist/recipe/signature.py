@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer.clock import Time
 
 
 @lru_cache(maxsize=256)
@@ -112,13 +113,17 @@ def _hints(target: Any) -> dict[str, Any]:
 def _checked(hint: Any) -> Any:
     """The hint; strings are checked where they stand for a time or a precision."""
     from composer_dist.precision import Precision, as_precision
-    from composer_dist.trainer import Time
 
     kinds = (hint, *typing.get_args(hint))
     for kind, read in ((Time, Time.of), (Precision, as_precision)):
         if kind in kinds:
-            return Annotated[hint, pydantic.AfterValidator(partial(_readable, read))]
+            return readable(hint, read)
     return hint
+
+
+def readable(hint: Any, read: Callable[[Any], object]) -> Any:
+    """The hint, for values that `read` can read."""
+    return Annotated[hint, pydantic.AfterValidator(partial(_readable, read))]
 
 
 def _readable(read: Callable[[Any], object], value: Any) -> Any:

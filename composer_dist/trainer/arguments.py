@@ -1,14 +1,19 @@
 """Checks of the Trainer's arguments."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from composer_dist.distributed.ranks.hangs.guard import SECTIONS
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.precision import Precision
 from composer_dist.trainer.clock import Time, TimeUnit
 
+if TYPE_CHECKING:
+    from composer_dist.precision import Precision
+
+SECTIONS = ("setup", "step", "evaluation", "save", "load")
+"""Of a run, for a `HangGuard`."""
 T = TypeVar("T")
 
 
@@ -52,7 +57,7 @@ def hang_limits(given: object) -> dict[str, float] | float | None:
         return None
     if not isinstance(given, Mapping):
         return _seconds("hang_timeout", given)
-    if unknown := sorted(set(given) - set(SECTIONS)):
+    if unknown := sorted(set(given) - set(SECTIONS), key=str):
         named = ", ".join(map(repr, unknown))
         raise ParallelismValueError(f"hang_timeout has no section {named}; it has {', '.join(SECTIONS)}.")
     return {section: _seconds(f"hang_timeout[{section!r}]", one) for section, one in given.items()}
@@ -61,10 +66,13 @@ def hang_limits(given: object) -> dict[str, float] | float | None:
 def _seconds(name: str, given: object) -> float:
     """Of a time string in seconds, minutes or hours, or of a number of them."""
     number = isinstance(given, int | float) and not isinstance(given, bool)
-    time = Time.positive(name, f"{given}sec" if number else given)  # type: ignore[arg-type]
-    if time.unit is not TimeUnit.SECOND:
-        raise ParallelismValueError(f"{name}='{given}' is not a time in seconds; write '60s' or '1h30m'.")
-    return float(time.value)
+    with suppress(ParallelismValueError):
+        time = Time.parse(f"{given}sec" if number else str(given))
+        if time.unit is TimeUnit.SECOND and time.value > 0:
+            return float(time.value)
+    raise ParallelismValueError(
+        f"{name}={given!r} is not a positive time; write '60s', '1h30m' or a number of seconds."
+    )
 
 
 def check_microbatch_size(size: object) -> None:
@@ -75,9 +83,20 @@ def check_microbatch_size(size: object) -> None:
         )
 
 
-def check_options(precision: Precision | None, compile: object, prepares: bool) -> None:
+CHECKS: Mapping[str, Callable[[Any], object]] = {
+    "max_duration": check_duration,
+    "eval_interval": partial(positive, "eval_interval"),
+    "hang_timeout": hang_limits,
+    "device_train_microbatch_size": check_microbatch_size,
+    "train_subset_num_batches": partial(subset_size, "train_subset_num_batches"),
+    "eval_subset_num_batches": partial(subset_size, "eval_subset_num_batches"),
+}
+"""Checks of single arguments of the Trainer; none needs torch."""
+
+
+def check_options(precision: "Precision | None", compile: object, prepares: bool) -> None:
     """Refuses float8 without a preparation, and to compile what a preparation compiles."""
-    if precision is Precision.AMP_FP8 and not prepares:
+    if precision == "amp_fp8" and not prepares:
         raise ParallelismValueError(
             "precision='amp_fp8' needs a parallelism_config, such as 'fsdp': preparation converts the layers."
         )

@@ -41,6 +41,11 @@ trainer:
   max_duration: 2ba
 """
 
+NO_DURATION = (
+    "is not a valid duration. Use a number and a unit: '3ep' (epochs), '100ba' (batches), "
+    "'5000sp' (samples), '3e4tok' (tokens), '0.5dur' (share of the training), '90sec', '1h30m'"
+)
+
 Write = Callable[[str], Path]
 
 
@@ -84,9 +89,7 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
         ":11: optimizer.leaning_rate: unknown key 'leaning_rate'. Valid keys: lr, betas, eps, weight_decay, "
         "amsgrad, maximize, foreach, capturable, differentiable, fused",
         ":12: optimizer.weight_decay: expected a number, got 'much'",
-        ":14: trainer.max_duration: '2bax' is not a valid duration. Use a number and a unit: '3ep' (epochs), "
-        "'100ba' (batches), '5000sp' (samples), '3e4tok' (tokens), '0.5dur' (share of the training), "
-        "'90sec', '1h30m'",
+        f":14: trainer.max_duration: '2bax' {NO_DURATION}",
         ":15: trainer.gradient_cliping: unknown key 'gradient_cliping'. Did you mean 'gradient_clipping'?",
         ":16: resum: unknown key 'resum'. Did you mean 'resume'?",
         ":17: export: expected true, false or 'merged', got 'onnx'",
@@ -103,7 +106,11 @@ def test_a_key_that_is_a_number_is_named(write: Write) -> None:
 
 def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
     text = GOOD.replace("source: english", "sorce: english").replace("2ba", "2bax\n  max_epochs: 3")
-    file = write(text + "callbacks: {ema: {half_lif: 10ba}}\ncheckpoints: {folder: here, intervl: 1ep}\n")
+    text = text.replace("1e-3", "fast").replace("adamw", "adam\n  fused: 2")
+    text += "  hang_timeout: {step: 5ba}\n  precision: bf16\n  gradient_clipping: {norm: high}\n"
+    text += "callbacks: {ema: {half_lif: 10ba}, emma: {}}\ncheckpoints: {folder: here, intervl: 1ep}\n"
+    text += "parallelism: {strategy: fsdp, mesh: {tp: x}}\nscheduler: {name: cosine, t_warmup: 5bax}\n"
+    file = write(text + "loggers: {console: {interval: 0.5}}\nresume: {load_path: 3}\n")
     code = (
         "import sys; sys.modules['torch'] = None; from pathlib import Path\n"
         "from composer_dist.recipe.problems import faults_at_once\n"
@@ -114,15 +121,52 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
     assert [line.removeprefix(str(file)) for line in told.splitlines()] == [
         ":6: data.source: 'source' is missing",
         ":8: data.sorce: unknown key 'sorce'. Did you mean 'source'?",
-        ":14: trainer.max_epochs: unknown key 'max_epochs'. Here it is trainer.max_duration, such as '3ep', "
+        ":11: optimizer.fused: expected true, false, got 2",
+        ":12: optimizer.lr: expected a number, got 'fast'",
+        f":14: trainer.max_duration: '2bax' {NO_DURATION}",
+        ":15: trainer.max_epochs: unknown key 'max_epochs'. Here it is trainer.max_duration, such as '3ep', "
         "'1000ba' or '2h'",
-        ":15: callbacks.ema.half_lif: unknown key 'half_lif'. Did you mean 'half_life'?",
-        ":16: checkpoints.intervl: unknown key 'intervl'. Did you mean 'interval'?",
+        ":16: trainer.hang_timeout: hang_timeout['step']='5ba' is not a positive time; write '60s', '1h30m' "
+        "or a number of seconds",
+        ":17: trainer.precision: expected 'fp32', 'amp_fp16', 'amp_bf16' or 'amp_fp8', got 'bf16'",
+        ":18: trainer.gradient_clipping.norm: expected a number, got 'high'",
+        ":19: callbacks.ema.half_life: 'half_life' is missing",
+        ":19: callbacks.ema.half_lif: unknown key 'half_lif'. Did you mean 'half_life'?",
+        f":19: callbacks.emma: There is no callback 'emma'. Did you mean 'ema'? Valid names: "
+        f"{', '.join(CALLBACKS)}, or any class as package.module.Name or file.py:Name",
+        ":20: checkpoints.intervl: unknown key 'intervl'. Did you mean 'interval'?",
+        ":21: parallelism.mesh.tp: expected an integer, got 'x'",
+        f":22: scheduler.t_warmup: '5bax' {NO_DURATION}",
+        ":23: loggers.console.interval: expected a mapping, a string or an integer, got 0.5",
+        ":24: resume.load_path: expected a string, got 3",
         "'sed=3': sed: unknown key 'sed'. Did you mean 'seed'?",
     ]
     missing = subprocess.run([*command, file.parent / "other.yaml"], capture_output=True, text=True)
     text = "other.yaml: No such file or directory. 'composer-dist init' writes a configuration.\n"
     assert missing.stderr.endswith(f"ConfigurationError: {file.parent}/{text}")
+
+
+def test_missing_files_of_the_data_are_told_at_once(write: Write, tmp_path: Path) -> None:
+    def told(*overrides: str) -> list[str]:
+        assert faults_at_once(file, overrides) == []
+        return [line.partition(" (in ")[0] for line in faults_at_once(file, overrides, files=True)]
+
+    file = write(GOOD)
+    there, none = f"{file.parent}/*.yaml", f"{file.parent}/none.txt"
+    assert told() == []
+    assert told(f"data.source=[{there}, {none}]") == [
+        f"'data.source=[{there}, {none}]': data.source: No file matches '{none}'"
+    ]
+    classes = f"data={{kind: labeled_text, classes: {{a: python, b: {none}}}}}"
+    assert told("model.kind=sequence_classification", classes) == [
+        f"'{classes}': data.classes.b: No file matches '{none}'"
+    ]
+    chat = f"data={{kind: chat, source: {{dataset: x}}, evaluate: {none}, chat_template: none.jinja}}"
+    assert told(chat) == [
+        f"'{chat}': data.evaluate: No file matches '{none}'",
+        f"'{chat}': data.chat_template: {tmp_path}/none.jinja does not exist, or is not a file",
+    ]
+    assert told(chat.replace("none.txt", "run.yaml").replace("none.jinja", "run.yaml")) == []
 
 
 def test_a_missing_file_is_told_its_nearest_neighbor(tmp_path: Path) -> None:
@@ -165,8 +209,8 @@ INSERTED = [
     ("  adapter: {method: lora, rank: 8}", ":6: model.adapter.rank: unknown key 'rank'."),
     ("  adapter: {method: lorra}", ":6: model.adapter.method: peft has no method 'lorra'."),
     ("  quantize: nf4", ":1: model: quantize freezes the weights, so there must be"),
-    ("  adapter: {method: [lora]}", ":6: model.adapter.method: expected the name of a method of peft"),
-    ("parallelism: {strategy: 5}", ":6: parallelism.strategy: strategy must be the name of one, not 5"),
+    ("  adapter: {method: [lora]}", ":6: model.adapter.method: expected a string, got ['lora']"),
+    ("parallelism: {strategy: 5}", ":6: parallelism.strategy: expected a string, got 5"),
     ("callbacks: {.x: {}}", ":6: callbacks..x: "),
     ('"a\\e[2J": 1', ":6: a\\x1b[2J: unknown key"),
     ("  pretrained: x", ":1: model: give either config (a new model) or pretrained"),

@@ -132,8 +132,8 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         (ParallelismValueError, "Unknown precision 'bf16'", {"precision": "bf16"}),
         (ParallelismValueError, "eval_interval must be positive", {"eval_interval": "0ba"}),
         (ParallelismValueError, "'soon' is not a valid duration", {"max_duration": "soon"}),
-        (ParallelismValueError, "hang_timeout='3ep' is not a time in seconds", {"hang_timeout": "3ep"}),
-        (ParallelismValueError, "hang_timeout must be positive", {"hang_timeout": 0}),
+        (ParallelismValueError, "hang_timeout='3ep' is not a positive time", {"hang_timeout": "3ep"}),
+        (ParallelismValueError, "hang_timeout=0 is not a positive time", {"hang_timeout": 0}),
         (ParallelismValueError, "hang_timeout has no section 'train'; it", {"hang_timeout": {"train": 1}}),
     ]
     for kind, text, options in refused:

@@ -17,7 +17,8 @@ from composer_dist.recipe.schema import (
     Source,
     TableData,
 )
-from composer_dist.recipe.sources.text import files_of, hold_out, library, load
+from composer_dist.recipe.sources.files import chat_template, files_of
+from composer_dist.recipe.sources.text import hold_out, library, load
 from composer_dist.trainer import (
     ChatTokenizer,
     PackedDataset,
@@ -217,11 +218,8 @@ def pad_token(tokenizer: Any) -> int:
 
 def _set_template(data: ChatData | PreferenceData, tokenizer: Any, folder: Path) -> None:
     """Gives the tokenizer, which is saved with the model, the chat template of the configuration."""
-    if data.chat_template is not None:
-        file = folder / data.chat_template
-        if not file.is_file():
-            raise ParallelismValueError(f"data.chat_template: {file} does not exist, or is not a file.")
-        tokenizer.chat_template = file.read_text()
+    if (text := chat_template(data, folder)) is not None:
+        tokenizer.chat_template = text
 
 
 def _packed(rows: Any, length: int, pad: int) -> Any:

@@ -4,11 +4,9 @@ Samples and masks depend only on the text and the seed: they are the same on any
 any resume.
 """
 
-import glob
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch.utils.data import Dataset
 
 from composer_dist.errors import ParallelismValueError
 from composer_dist.recipe.other_libraries.failures import blaming
+from composer_dist.recipe.sources.files import files_of
 from composer_dist.trainer.data.randomness import derived_seed  # not public: for recipes and the Trainer
 
 IGNORED = -100
@@ -45,24 +44,8 @@ def read(source: str | Sequence[str] | Mapping[str, Any]) -> str:
     if source == "python":
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     else:
-        files = files_of([source] if isinstance(source, str) else source)
+        files = files_of(source)
     return "\n\n".join(file.read_text("utf-8", "replace") for file in files)
-
-
-def files_of(patterns: Sequence[str]) -> list[Path]:
-    """The files that match, each once.
-
-    Raises:
-        ParallelismValueError: a pattern matches nothing.
-    """
-    found = {pattern: sorted(glob.glob(pattern, recursive=True)) for pattern in patterns}
-    if empty := [pattern for pattern, files in found.items() if not files]:
-        raise ParallelismValueError(
-            f"No file matches {', '.join(map(repr, empty))} (in {Path.cwd()}). A text (data.source, or "
-            "data.classes) is 'english' or 'python', which come with Python, or files by name or glob; rows "
-            "are files."
-        )
-    return [Path(file) for file in dict.fromkeys(chain(*found.values())) if Path(file).is_file()]
 
 
 def _of_dataset(dataset: str = "", column: str = "text", split: str = "train", **arguments: Any) -> str:

@@ -3,7 +3,7 @@
 import logging
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Profiler(Callback):
         warmup: int = 1,
         active: int = 3,
         repeat: int = 1,
-        ranks: Collection[int] | int | None = (0,),
+        ranks: Sequence[int] | int | None = (0,),
         record_shapes: bool = False,
         profile_memory: bool = False,
         with_stack: bool = False,

@@ -39,8 +39,6 @@ STATUS = 75
 _FAILED = 30.0
 """Seconds after a rank has failed or died in which the others should fail by themselves."""
 _FLOOR, _FACTOR, _ENOUGH = 300.0, 10.0, 3
-SECTIONS = ("setup", "step", "evaluation", "save", "load")
-"""Those of the Trainer."""
 
 
 class HangError(ParallelismRuntimeError):

@@ -1,0 +1,43 @@
+"""The files that the data of a run is read from."""
+
+from collections.abc import Sequence
+from glob import glob
+from itertools import chain
+from pathlib import Path
+
+from composer_dist.errors import ParallelismValueError
+from composer_dist.recipe.schema import ChatData, PreferenceData
+
+BUILT_IN = ("english", "python")
+"""Texts that come with Python."""
+
+
+def files_of(patterns: str | Sequence[str]) -> list[Path]:
+    """The files that match, each once.
+
+    Raises:
+        ParallelismValueError: a pattern matches nothing.
+    """
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    found = {pattern: sorted(glob(pattern, recursive=True)) for pattern in patterns}
+    if empty := [pattern for pattern, files in found.items() if not files]:
+        raise ParallelismValueError(
+            f"No file matches {', '.join(map(repr, empty))} (in {Path.cwd()}). A text (data.source, or "
+            "data.classes) is 'english' or 'python', which come with Python, or files by name or glob; rows "
+            "are files."
+        )
+    return [Path(file) for file in dict.fromkeys(chain(*found.values())) if Path(file).is_file()]
+
+
+def chat_template(data: ChatData | PreferenceData, folder: Path) -> str | None:
+    """The text of the chat template, if the data has one; `folder` is the configuration's.
+
+    Raises:
+        ParallelismValueError: there is no such file.
+    """
+    if data.chat_template is None:
+        return None
+    file = folder / data.chat_template
+    if not file.is_file():
+        raise ParallelismValueError(f"data.chat_template: {file} does not exist, or is not a file.")
+    return file.read_text()
