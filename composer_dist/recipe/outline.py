@@ -86,7 +86,7 @@ def _mapping(name: str) -> Any:
         default = ... if key in schema.get("required", ()) else one.get("default")
         fields[f"{key}_"] = (_type(one), pydantic.Field(default, alias=key))
     extra: Any = "allow" if schema["additionalProperties"] else "forbid"
-    config = pydantic.ConfigDict(extra=extra, protected_namespaces=(), defer_build=True)
+    config = pydantic.ConfigDict(extra=extra, protected_namespaces=())
     return pydantic.create_model(name, __config__=config, **fields)
 
 
