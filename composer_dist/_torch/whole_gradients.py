@@ -1,8 +1,9 @@
 """The whole gradients that FSDP2 keeps until a backward reduces them."""
 
 from collections.abc import Set
+from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
 from torch import nn
@@ -81,7 +82,8 @@ def drop_with_gradients(module: FSDPModule) -> None:
     for group in fsdp_param_groups(module):
         for param in group.fsdp_params:
             setattr(param, _GROUP, group)
-            _kept[id(param.sharded_param)] = param
+            key = id(param.sharded_param)
+            _kept[key] = ref(param, partial(_forget, key))
     replace_inputs(_gathered)
     setattr(DTensor, "grad", property(_get_grad, _set_grad, _grad.__delete__))  # noqa: B010
 
@@ -89,23 +91,32 @@ def drop_with_gradients(module: FSDPModule) -> None:
 _grad: Any = torch.Tensor.grad
 _GROUP = "_composer_dist_group"
 """The attribute of FSDP2's record of a parameter that holds its record of the unit."""
-_kept: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""By the identity of a shard, FSDP2's record of the parameter."""
+_kept: dict[int, ref[Any]] = {}
+"""By the identity of a shard, FSDP2's record of the parameter; every read of a gradient looks here."""
+
+
+def _forget(key: int, gone: ref[Any]) -> None:
+    if _kept.get(key) is gone:
+        del _kept[key]
+
+
+def _record(tensor: torch.Tensor) -> Any:
+    """FSDP2's record of a shard, if it is one."""
+    there = _kept.get(id(tensor))
+    param = None if there is None else there()
+    return param if param is not None and param.sharded_param is tensor else None
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     """What stands for a shard in the graph, which FSDP2 reduces to the shard's gradient."""
-    param = _kept.get(id(tensor))
-    if param is None or param.sharded_param is not tensor:
-        return tensor
-    gathered: torch.Tensor = getattr(param, "_unsharded_param", tensor)
+    gathered: torch.Tensor = getattr(_record(tensor), "_unsharded_param", tensor)
     return gathered
 
 
 def _get_grad(tensor: DTensor) -> Any:
-    if (param := _kept.get(id(tensor))) is not None:
+    if (param := _record(tensor)) is not None:
         group = getattr(param, _GROUP)
-        if _is_unreduced(param, group) and param.sharded_param is tensor and current_backward() == -1:
+        if _is_unreduced(param, group) and current_backward() == -1:
             if getattr(group, "_composer_dist_synchronizes", False):
                 raise ParallelismRuntimeError(
                     f"The gradient of {param._param_fqn} came after those of its unit were reduced over the "
@@ -122,19 +133,19 @@ def _get_grad(tensor: DTensor) -> Any:
 
 def _set_grad(tensor: DTensor, value: torch.Tensor | None) -> None:
     _grad.__set__(tensor, value)
-    if value is None and (param := _kept.get(id(tensor))) is not None:
+    if value is None and (param := _record(tensor)) is not None:
         group = getattr(param, _GROUP)
-        if _is_unreduced(param, group) and param.sharded_param is tensor:
+        if _is_unreduced(param, group):
             _drop_of_group(group, {id(tensor)})
 
 
 def _is_unreduced(param: Any, group: Any) -> bool:
-    if group._partial_reduce_output is not None:
-        return True
-    held = vars(param)
-    gathered = held.get("_unsharded_param")
-    waits = gathered is not None and gathered.grad is not None
-    return waits or held.get("unsharded_accumulated_grad") is not None
+    gathered = getattr(param, "_unsharded_param", None)
+    return (
+        (gathered is not None and gathered.grad is not None)
+        or getattr(param, "unsharded_accumulated_grad", None) is not None
+        or group._partial_reduce_output is not None
+    )
 
 
 def _forms(param: Any) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ training or after it, are broadcast, before the next forward. Each such forward 
 with one number, whether one of them has seen another buffer change: `Watch` says which changes it finds.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,22 +55,22 @@ class FollowBuffers:
         if self._groups:
             self._root.register_forward_pre_hook(torch.compiler.disable(self._enter))
             self._root.register_forward_hook(torch.compiler.disable(self._leave))
-            record(self._root).ends.append(lambda: self._catch_up(True))
+            record(self._root).ends.append(lambda: self._catch_up(True, dict(self._root.named_buffers())))
 
     def _enter(self, root: nn.Module, args: Any) -> None:
         trains = root.training and torch.is_grad_enabled()
-        self._catch_up(trains or self._trained)
+        buffers = dict(root.named_buffers())  # walks all modules, which takes time
+        self._catch_up(trains or self._trained, buffers)
         self._trained = trains
         if trains:
-            self._tensors = self._others()
+            self._tensors = self._others(buffers)
             self._before = self._watch.before(root, self._tensors)
 
-    def _catch_up(self, looks: bool) -> None:
+    def _catch_up(self, looks: bool, buffers: Mapping[str, Tensor]) -> None:
         """Give every rank rank 0's values; `looks` for changes of further buffers."""
-        root = self._root
-        if tables := set(map(id, record(root).tables)):
-            self._cut.update(name for name, one in root.named_buffers() if id(one) in tables)
-        others = self._others()
+        if tables := set(map(id, record(self._root).tables)):
+            self._cut.update(name for name, one in buffers.items() if id(one) in tables)
+        others = self._others(buffers)
         if self._before is not None and others and looks:
             same = {name: one for name, one in others.items() if self._tensors.get(name) is one}
             changed = others.keys() - same.keys() | set(self._before.changed(same))
@@ -78,11 +79,11 @@ class FollowBuffers:
         if self._due:
             self._follow()
 
-    def _others(self) -> dict[str, Tensor]:
+    def _others(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The buffers that are not followed yet, also those that a forward has made."""
         norms = {name for name, norm in self._norms.items() if norm.training}
         known = self._changing | norms | self._cut
-        return {name: one for name, one in self._root.named_buffers() if name not in known}
+        return {name: one for name, one in buffers.items() if name not in known}
 
     def _is_anywhere(self, changed: bool) -> bool:
         flag = torch.tensor(changed, dtype=torch.int32, device=device_for_facts(self._groups[0]))
