@@ -80,7 +80,7 @@ LIGHT = {
         {"torchmetrics", "matplotlib", "datasets", "trl", "lightning"},
     ),
     "launching": (
-        "import composer_dist.cli.launch, composer_dist.distributed.ranks.cpus;"
+        "import composer_dist.cli.launch, composer_dist.cli.rendezvous, composer_dist.distributed.ranks.cpus;"
         "import torch.distributed.launcher.api",
         {"torch.distributed.fsdp", "transformers", "composer_dist._torch"},
     ),

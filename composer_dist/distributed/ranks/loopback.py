@@ -12,7 +12,6 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
-from composer_dist import _torch
 from composer_dist.distributed.ranks.liveness import Identity, has_ended
 from composer_dist.distributed.ranks.waiting import poll
 from composer_dist.errors import ParallelismRuntimeError
@@ -65,6 +64,8 @@ def own_store(port: int, rank: int, timeout: timedelta = _LIMIT) -> TCPStore:
     Raises:
         ParallelismRuntimeError: the port is in use, or rank 0 does not open it in time.
     """
+    from composer_dist import _torch  # not above: it takes 0.3 s, and launchers need only `host_store`
+
     if rank == 0:
         if port not in _hosted:
             _hosted[port] = host_store(port, timeout)
