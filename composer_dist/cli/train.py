@@ -127,7 +127,8 @@ def refuse_at_once(config: Path, overrides: list[str]) -> None:
     """Say what is wrong before torch is imported, which takes seconds; then the rest, and end."""
     from composer_dist.recipe.problems import ConfigurationError, faults_at_once
 
-    if not (told := faults_at_once(config, overrides, files=True)):
+    # Several hosts may have different files; their ranks tell each other when they read the data.
+    if not (told := faults_at_once(config, overrides, files=not _in_a_launcher())):
         return
     if os.environ.get("RANK", "0") == "0":
         typer.echo("\n".join(told), err=True)
@@ -214,11 +215,16 @@ def _outcome(error: Exception, debug: bool, command: str) -> tuple[int, str]:
     return status, failures.described(error, where, debug)
 
 
-def refuse_a_launcher_inside_another() -> None:
-    """Refuse to start processes in one that a launcher has started."""
+def _in_a_launcher() -> bool:
+    """Whether a launcher has started this process."""
     from composer_dist.distributed.ranks.launcher_variables import torchrun_variables
 
-    if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ or torchrun_variables(os.environ):
+    return not {"TORCHELASTIC_RUN_ID", "RANK"}.isdisjoint(os.environ) or bool(torchrun_variables(os.environ))
+
+
+def refuse_a_launcher_inside_another() -> None:
+    """Refuse to start processes in one that a launcher has started."""
+    if _in_a_launcher():
         raise typer.BadParameter("this process was already started by a launcher; leave out -n.")
 
 

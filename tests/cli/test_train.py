@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from composer_dist.cli.commands import app
 from composer_dist.cli.init import PRESETS
+from composer_dist.cli.train import refuse_at_once
 from tests.kit.world import World
 
 pytestmark = pytest.mark.promise(109)
@@ -107,6 +109,15 @@ def test_a_dry_run_refuses_what_the_run_would(options: list[object], text: str) 
     status, _, told = call(PRESETS / "vision.yaml", "--dry-run", *options)
     assert status == 2
     assert text in told
+
+
+def test_ranks_of_a_launcher_find_missing_data_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = PRESETS / "pretrain.yaml", ["data.source=none.txt"]
+    with pytest.raises(typer.Exit):
+        refuse_at_once(*missing)
+    monkeypatch.setenv("RANK", "1")  # of another host, say, which may have the file
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refuse_at_once(*missing)
 
 
 @pytest.mark.parametrize(
