@@ -139,6 +139,8 @@ def refuse_at_once(config: Path, overrides: list[str]) -> None:
         except ConfigurationError as error:
             rest = [line for line in str(error).splitlines() if line not in told]
             typer.echo("\n".join(rest), nl=bool(rest), err=True)
+        except Exception:  # of the user's code, which was imported to look at it; the faults above come first
+            pass
     raise typer.Exit(failures.WRONG_CALL)
 
 

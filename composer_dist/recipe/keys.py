@@ -104,7 +104,10 @@ def json_schema() -> dict[str, Any]:
     found["$defs"]["Trainer"]["required"] = ["max_duration"]
     folder = {"type": "string", "description": "Where checkpoints are written; by default in `out`."}
     found["$defs"]["CheckpointSaver"]["properties"]["folder"] = folder
-    strategy = {"type": "string", "description": "One by name, which the other keys change."}
+    strategy = {
+        "anyOf": [{"type": "string"}, {"type": "null"}],
+        "description": "One by name, which the other keys change.",
+    }
     found["$defs"]["ParallelismConfig"]["properties"]["strategy"] = strategy
     found["$defs"]["Profiler"].pop("required", None)  # its folder is in `out` too
     return {"$schema": GenerateJsonSchema.schema_dialect} | found | {"title": "A run of composer-dist train"}

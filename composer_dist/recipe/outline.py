@@ -4,8 +4,8 @@
 """
 
 import json
-from collections.abc import Mapping
-from functools import cache, reduce
+from collections.abc import Mapping, Sequence
+from functools import cache, partial, reduce
 from operator import or_
 from pathlib import Path
 from types import GenericAlias
@@ -61,7 +61,7 @@ def _type(schema: Mapping[str, Any]) -> Any:
         case {"const": value}:
             return Literal[value]
         case {"enum": values}:
-            return Annotated[Literal[*values], pydantic.BeforeValidator(_lower)]
+            return Annotated[Literal[*values], pydantic.BeforeValidator(partial(_in_lower_case, values))]
         case {"prefixItems": items}:
             return GenericAlias(tuple, tuple(map(_type, items)))
         case {"type": "array", "items": item}:
@@ -77,7 +77,7 @@ def _type(schema: Mapping[str, Any]) -> Any:
 def _mapping(name: str) -> Any:
     """The type of a mapping by its name in the schema."""
     if name == "Time":
-        return Time
+        return pydantic.InstanceOf[Time]  # which a file cannot hold
     schema = _schema()["$defs"][name]
     if "properties" not in schema:
         return _type(schema)
@@ -95,5 +95,6 @@ def _name(schema: Mapping[str, Any]) -> str | None:
     return schema["$ref"].rpartition("/")[2] if "$ref" in schema else None
 
 
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
+def _in_lower_case(known: Sequence[str], value: object) -> object:
+    """The known name that is written in another case, or the unchanged value."""
+    return value.lower() if isinstance(value, str) and value.lower() in known else value

@@ -59,6 +59,10 @@ class Problems:
     def __len__(self) -> int:
         return len(self._found)
 
+    def has(self, *path: str | int) -> bool:
+        """Whether there is a problem of the value at `path`, or of something in it."""
+        return any(problem.path[: len(path)] == path for problem in self._found)
+
     def add(self, text: str, *path: str | int) -> None:
         """Adds a problem of the value at `path`."""
         self._found.append(Problem(path, text))
@@ -169,8 +173,9 @@ def _check_outline(values: dict[str, Any], problems: Problems) -> None:
             problems.add(text, "trainer", "max_duration")
         problems.check(mapping_of("trainer"), trainer, "trainer")
         for key, check in CHECKS.items():
-            with problems.at("trainer", key):
-                check(trainer.get(key))
+            if not problems.has("trainer", key):
+                with problems.at("trainer", key):
+                    check(trainer.get(key))
     for section in ("parallelism", "callbacks", "loggers", "checkpoints", "resume"):
         if isinstance(value := values.get(section), dict):
             problems.check(mapping_of(section), value, section)

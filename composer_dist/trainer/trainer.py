@@ -133,7 +133,7 @@ class Trainer:
         callbacks: Callback | Sequence[Callback] = (),
         loggers: LoggerDestination | Sequence[LoggerDestination] = (),
         progress_bar: bool = True,
-        hang_timeout: Mapping[str, str | float] | str | float | None = None,
+        hang_timeout: Mapping[str, str | float] | str | float | bool | None = None,
         resume: Resume | str | os.PathLike[str] | bool | None = None,
         load_path: str | os.PathLike[str] | None = None,
         autoresume: bool = False,

@@ -137,7 +137,7 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
         ":20: checkpoints.intervl: unknown key 'intervl'. Did you mean 'interval'?",
         ":21: parallelism.mesh.tp: expected an integer, got 'x'",
         f":22: scheduler.t_warmup: '5bax' {NO_DURATION}",
-        ":23: loggers.console.interval: expected a mapping, a string or an integer, got 0.5",
+        ":23: loggers.console.interval: expected a string or an integer, got 0.5",
         ":24: resume.load_path: expected a string, got 3",
         "'sed=3': sed: unknown key 'sed'. Did you mean 'seed'?",
     ]
@@ -154,6 +154,13 @@ def test_missing_files_of_the_data_are_told_at_once(write: Write, tmp_path: Path
     file = write(GOOD)
     there, none = f"{file.parent}/*.yaml", f"{file.parent}/none.txt"
     assert told() == []
+    assert told("trainer.hang_timeout=false", "parallelism={strategy: null}", "trainer.precision=FP32") == []
+    (tmp_path / "rows[1]").mkdir()
+    (tmp_path / "none.txt").write_bytes(b"\xff")
+    assert told(f"data={{kind: chat, source: '{tmp_path}/rows[1]'}}") == []
+    (unreadable,) = told(f"data={{kind: chat, source: {{dataset: x}}, chat_template: {none}}}")
+    assert "none.txt cannot be read: 'utf-8' codec can't decode byte 0xff" in unreadable
+    (tmp_path / "none.txt").unlink()
     assert told(f"data.source=[{there}, {none}]") == [
         f"'data.source=[{there}, {none}]': data.source: No file matches '{none}'"
     ]
