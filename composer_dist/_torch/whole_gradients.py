@@ -1,9 +1,8 @@
 """The whole gradients that FSDP2 keeps until a backward reduces them."""
 
 from collections.abc import Set
-from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import KeyedRef
 
 import torch
 from torch import nn
@@ -83,7 +82,7 @@ def drop_with_gradients(module: FSDPModule) -> None:
         for param in group.fsdp_params:
             setattr(param, _GROUP, group)
             key = id(param.sharded_param)
-            _kept[key] = ref(param, partial(_forget, key))
+            _kept[key] = KeyedRef(param, _forget, key)
     replace_inputs(_gathered)
     setattr(DTensor, "grad", property(_get_grad, _set_grad, _grad.__delete__))  # noqa: B010
 
@@ -91,13 +90,16 @@ def drop_with_gradients(module: FSDPModule) -> None:
 _grad: Any = torch.Tensor.grad
 _GROUP = "_composer_dist_group"
 """The attribute of FSDP2's record of a parameter that holds its record of the unit."""
-_kept: dict[int, ref[Any]] = {}
-"""By the identity of a shard, FSDP2's record of the parameter; every read of a gradient looks here."""
+_kept: dict[int, KeyedRef[int, Any]] = {}
+"""By the identity of a shard, FSDP2's record of the parameter; every read of a gradient looks here.
+
+As in a `WeakValueDictionary`, whose `get` takes longer.
+"""
 
 
-def _forget(key: int, gone: ref[Any]) -> None:
-    if _kept.get(key) is gone:
-        del _kept[key]
+def _forget(gone: KeyedRef[int, Any]) -> None:
+    if _kept.get(gone.key) is gone:
+        del _kept[gone.key]
 
 
 def _record(tensor: torch.Tensor) -> Any:

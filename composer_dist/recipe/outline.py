@@ -61,7 +61,7 @@ def _type(schema: Mapping[str, Any]) -> Any:
         case {"const": value}:
             return Literal[value]
         case {"enum": values}:
-            return Annotated[Literal[*values], pydantic.BeforeValidator(partial(_in_lower_case, values))]
+            return Literal[*values]
         case {"prefixItems": items}:
             return GenericAlias(tuple, tuple(map(_type, items)))
         case {"type": "array", "items": item}:
@@ -79,8 +79,8 @@ def _mapping(name: str) -> Any:
     if name == "Time":
         return pydantic.InstanceOf[Time]  # which a file cannot hold
     schema = _schema()["$defs"][name]
-    if "properties" not in schema:
-        return _type(schema)
+    if name == "Precision":  # in any case
+        return Annotated[_type(schema), pydantic.BeforeValidator(partial(_in_lower_case, schema["enum"]))]
     fields: dict[str, Any] = {}
     for key, one in schema["properties"].items():
         default = ... if key in schema.get("required", ()) else one.get("default")
