@@ -1,0 +1,119 @@
+"""The first look at a configuration: its sections, and what is wrong with them, without torch."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from composer_dist.recipe import named
+from composer_dist.recipe.outline import mapping_of
+from composer_dist.recipe.problems import ConfigurationError, Problems
+from composer_dist.recipe.schema import (
+    ChatData,
+    Data,
+    LabeledData,
+    PreferenceData,
+    RowData,
+    Run,
+    Source,
+    TextData,
+)
+from composer_dist.recipe.source import Document, override, read_document
+from composer_dist.recipe.sources.files import BUILT_IN, chat_template, files_of
+from composer_dist.trainer.arguments import CHECKS
+
+
+def read_sections(file: Path, assignments: Sequence[str]) -> tuple[Document, Problems, Run | None]:
+    """A configuration with its overrides, and what is wrong with it, as far as that is known without torch.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or is not YAML.
+    """
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        near = _near(file) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigurationError(
+            f"{file}: {reason}.{near} 'composer-dist init' writes a configuration."
+        ) from None
+    document, wrong = read_document(text, str(file))
+    problems = Problems(document, wrong + override(document, assignments))
+    if wrong:
+        problems.settle()
+    document.values.setdefault("out", f"runs/{file.stem}")
+    for section in ("optimizer", "scheduler"):
+        if isinstance(name := document.values.get(section), str):
+            document.values[section] = {"name": name}
+    run = problems.check(Run, document.values)
+    _check_outline(document.values, problems)
+    return document, problems, run
+
+
+def _check_outline(values: dict[str, Any], problems: Problems) -> None:
+    """What the sections name, and the arguments of what is known by a short name."""
+    if isinstance(trainer := values.get("trainer"), dict):
+        if trainer.get("max_duration") is None:
+            text = "'max_duration' is missing: the length of the run, such as '3ep' or '1000ba'"
+            problems.add(text, "trainer", "max_duration")
+        problems.check(mapping_of("trainer"), trainer, "trainer")
+        for key, check in CHECKS.items():
+            if not problems.has("trainer", key):
+                with problems.at("trainer", key):
+                    check(trainer.get(key))
+    for section in ("parallelism", "callbacks", "loggers", "checkpoints", "resume"):
+        if isinstance(value := values.get(section), dict):
+            problems.check(mapping_of(section), value, section)
+    for section, known in (("optimizer", named.OPTIMIZERS), ("scheduler", named.SCHEDULERS)):
+        value = values.get(section)
+        if isinstance(value, dict) and isinstance(name := value.get("name"), str):
+            problems.check(mapping_of(section, name), value, section)
+            with problems.at(section, "name"):
+                named.reference(section, known, name)
+    for section, known in (("callbacks", named.CALLBACKS), ("loggers", named.LOGGERS)):
+        for name in value if isinstance(value := values.get(section), dict) else ():
+            with problems.at(section, name):
+                named.reference(section.removesuffix("s"), known, str(name))
+
+
+def _near(file: Path) -> str:
+    """The sentence about the configuration in the same folder whose name is the closest, if one is close."""
+    there = {one.stem: one for one in file.parent.glob("*.y*ml")}
+    close = get_close_matches(file.stem, there, n=1)
+    return f" Did you mean {str(there[close[0]])!r}?" if close else ""
+
+
+def _check_files(data: Data, folder: Path, problems: Problems) -> None:
+    """The files that the data is read from."""
+    sources: dict[tuple[str, ...], Source | None] = {}
+    match data:
+        case TextData() if data.source not in BUILT_IN:
+            sources["source",] = data.source
+        case LabeledData():
+            sources = {("classes", name): one for name, one in data.classes.items() if one not in BUILT_IN}
+        case RowData():
+            sources = {("source",): data.source, ("evaluate",): data.evaluate}
+    for path, source in sources.items():
+        if isinstance(source, str | list):
+            with problems.at("data", *path):
+                files_of(source)
+    if isinstance(data, ChatData | PreferenceData):
+        with problems.at("data", "chat_template"):
+            chat_template(data, folder)
+
+
+def faults_at_once(file: Path, assignments: Sequence[str], files: bool = False) -> list[str]:
+    """What is wrong with a configuration, as far as that is known without torch.
+
+    Args:
+        file: of the configuration.
+        assignments: its overrides.
+        files: look for those of the data, too.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or is not YAML, so that nothing else is known of it.
+    """
+    _, problems, run = read_sections(file, assignments)
+    if files and run is not None:
+        _check_files(run.data, file.parent, problems)
+    return problems.lines()
