@@ -47,6 +47,8 @@ $(VENV)/.docs: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 	$(INSTALL) -e '.[docs]'
 	touch $@
 
+# On CPUs, because the two processes would need two GPUs. With these: make demo CUDA_VISIBLE_DEVICES=0,1
+demo: export CUDA_VISIBLE_DEVICES :=
 demo: $(VENV)/.dev
 	rm -rf runs/demo
 	$(BIN)/composer-dist train examples/demo/english.yaml -n 2

@@ -12,14 +12,13 @@ import argparse
 import ctypes
 import gc
 import statistics
-import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from rounds import add_device, choose_device
+from rounds import add_device, choose_device, now
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -60,13 +59,12 @@ def held(device: torch.device) -> int:
 def step(model: nn.Module, tokens: torch.Tensor) -> tuple[float, int, float]:
     """Seconds of forward and backward, bytes held in between, the loss."""
     model.zero_grad()
-    before, start = held(tokens.device), time.perf_counter()
+    before, start = held(tokens.device), now()
     loss = model(input_ids=tokens, labels=tokens).loss
-    forward = time.perf_counter() - start
-    kept, start = held(tokens.device) - before, time.perf_counter()
+    forward = now() - start
+    kept, start = held(tokens.device) - before, now()
     loss.backward()
-    value = loss.item()
-    return forward + time.perf_counter() - start, kept, value
+    return forward + now() - start, kept, loss.item()
 
 
 def main() -> None:

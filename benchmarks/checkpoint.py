@@ -24,7 +24,6 @@ was saved after it.
 
 import os
 import shutil
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -36,7 +35,7 @@ import llama
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rounds import Figures, play, reduced, timed
+from rounds import Figures, device, now, play, reduced, timed
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -123,9 +122,9 @@ def asynchronous(arguments: Namespace) -> Figures:
 
     first = call()["seconds"]
     pending.pop().wait()
-    start, figures = time.perf_counter(), call()
+    start, figures = now(), call()
     pending.pop().wait()
-    return figures | reduced({"written after": time.perf_counter() - start, "the first": first})
+    return figures | reduced({"written after": now() - start, "the first": first})
 
 
 def plain_dcp(state: State, path: Path) -> None:
@@ -170,7 +169,7 @@ def accelerate(arguments: Namespace) -> Figures:
     from accelerate.utils import fsdp_utils
     from torch.distributed.fsdp import StateDictType
 
-    PartialState(cpu=True)  # its functions log by it
+    PartialState(cpu=device().type == "cpu")  # its functions log by it
     plugin = SimpleNamespace(
         fsdp_version=2,
         state_dict_type=StateDictType.SHARDED_STATE_DICT,

@@ -2,7 +2,7 @@
 
     python benchmarks/integrations.py --ranks 2 --rounds 5 --width 512
 
-A Llama under AdamW, in float32, on the same batches, as in `benchmarks/trainer.py`. "extra MiB" is the peak
+A Llama under AdamW on the same batches, as in `benchmarks/trainer.py`. "extra MiB" is the peak
 memory of a rank from when the model is made; "first step s" the time from there to the end of the first step.
 
 - Trainer: transformers' own, with `ComposerDistMixin`; under DDP; and on a model that transformers has
@@ -13,7 +13,6 @@ memory of a rank from when the model is made; "first step s" the time from there
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 import trainer
 from llama import shard
-from rounds import Figures, device, play, reduced
+from rounds import Figures, device, now, play, reduced
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
@@ -36,12 +35,13 @@ def measure(make: Callable[[], Train], arguments: argparse.Namespace) -> Figures
     ends: list[float] = []
 
     def note(optimizer: Any, given: Any, named: Any) -> None:
-        ends.append(time.perf_counter())
+        if not ends:
+            ends.append(now())
 
     train = make()  # imports are not counted
     hook = register_optimizer_step_post_hook(note)
     reset_peak(device())
-    before, start = peak(device()), time.perf_counter()
+    before, start = peak(device()), now()
     figures = trainer.measure(lambda: train, arguments)
     hook.remove()
     extra = (peak(device()) - before) / 2**20
@@ -75,8 +75,9 @@ def lightning(strategy: Callable[[], Any], sharding: bool = False) -> Train:
         def on_train_batch_end(self, engine: Any, module: Any, outputs: Any, batch: Any, number: int) -> None:
             if number == WARM - 1:
                 dist.barrier()
-                clock["start"] = time.perf_counter()
-            clock["end"] = time.perf_counter()
+                clock["start"] = now()
+            if number == engine.max_steps - 1:
+                clock["end"] = now()
 
     def train(model: nn.Module, batches: Batches) -> tuple[float, float]:
         engine = LightningTrainer(

@@ -13,12 +13,11 @@ the largest of the weight's gradient from 256 tokens, relative to the largest el
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from rounds import Contender, Figures, device, play
+from rounds import Contender, Figures, device, now, play
 from torch import Tensor
 from torch.nn import functional
 
@@ -66,11 +65,9 @@ def measured(make: Callable[[], Loss], arguments: argparse.Namespace) -> Figures
     for _ in range(arguments.steps):
         for one in inputs:
             one.grad = None
-        start = time.perf_counter()
+        start = now()
         loss(*inputs, labels).backward()
-        if here.type != "cpu":
-            torch.accelerator.synchronize(here)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(now() - start)
     return {"seconds": min(seconds), "MiB": most() / 2**20, "error": error}
 
 

@@ -101,7 +101,7 @@ def scatter() -> Way:
         for name, parameter in model.named_parameters():
             assert parameter.shape[0] % world == 0
             chunks = list(state[name].detach().to(device()).chunk(world)) if dist.get_rank() == 0 else None
-            dist.scatter(parameter.to_local(), chunks, src=0)
+            dist.scatter(parameter.detach().to_local(), chunks, src=0)
 
     return way
 
@@ -113,9 +113,12 @@ def reads() -> Way:
         dist.broadcast_object_list(own)
         pid, addresses = own[0]
         for name, parameter in model.named_parameters():
-            local, start = parameter.to_local(), llama.part(parameter)[0] * prod(parameter.shape[1:])
+            local, start = parameter.detach().to_local(), llama.part(parameter)[0] * prod(parameter.shape[1:])
             theirs = addresses[name] + start * local.itemsize
-            memory.read(pid, [memory.Range(theirs, local.data_ptr(), local.nbytes)])
+            host = local if local.is_cpu else torch.empty_like(local, device="cpu", pin_memory=True)
+            memory.read(pid, [memory.Range(theirs, host.data_ptr(), host.nbytes)])
+            if host is not local:
+                local.copy_(host)
         dist.barrier()
 
     def permitted(model: nn.Module) -> None:

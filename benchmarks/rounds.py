@@ -62,6 +62,13 @@ def choose_device(parser: argparse.ArgumentParser, name: str, ranks: int = 1) ->
         )
 
 
+def now() -> float:
+    """A clock's seconds, once the device has finished what it was given."""
+    if (here := device()).type != "cpu":
+        torch.accelerator.synchronize(here)
+    return time.perf_counter()
+
+
 def timed(body: Callable[[], object], made: int = 0) -> Figures:
     """Seconds of the slowest rank, those of processor time of all ranks together, and the peak memory.
 
@@ -72,11 +79,9 @@ def timed(body: Callable[[], object], made: int = 0) -> Figures:
     reset_peak(here)
     before = peak(here)
     dist.barrier()
-    start, used = time.perf_counter(), time.process_time()
+    start, used = now(), time.process_time()
     body()
-    if here.type != "cpu":
-        torch.accelerator.synchronize(here)
-    seconds, used = time.perf_counter() - start, time.process_time() - used
+    seconds, used = now() - start, time.process_time() - used
     most = reduced({"seconds": seconds, "extra MiB": (peak(here) - before - made) / 2**20})
     return {**most, **reduced({"processor s": used}, dist.ReduceOp.SUM)}
 
@@ -103,7 +108,7 @@ def play(
         options: adds the benchmark's own options.
         ranks: worlds to launch, unless the command says others.
         stage: fills a folder, `arguments.folder`, once before the first round.
-        together: run the contenders of a round in one world.
+        together: run the contenders of a round in one world, which `--together` also asks for.
     """
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__.splitlines()[0])
     options(parser)
@@ -112,6 +117,8 @@ def play(
     parser.add_argument("--only", nargs="+", metavar="CONTENDER", help="these alone, as the table names them")
     parser.add_argument("--folder", type=Path, default=tempfile.gettempdir(), help="where files are written")
     parser.add_argument("--json", type=Path, help="where to write the figures")
+    one_world = "run the contenders of a round one after the other in one world"
+    parser.add_argument("--together", action="store_true", default=together, help=one_world)
     add_device(parser)
     arguments = parser.parse_args()
     choose_device(parser, arguments.device, max(arguments.ranks))
@@ -121,7 +128,7 @@ def play(
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         arguments.folder = Path(folder)
         stage(arguments, arguments.folder)
-        found = {world: rounds(contenders, arguments, world, together) for world in arguments.ranks}
+        found = {world: rounds(contenders, arguments, world) for world in arguments.ranks}
     for world, rows in found.items():
         report(rows, ratios, world)
     if arguments.json:
@@ -142,7 +149,7 @@ def perform(contenders: Mapping[str, Contender], arguments: argparse.Namespace) 
 
 
 def rounds(
-    contenders: Mapping[str, Contender], arguments: argparse.Namespace, world: int, together: bool
+    contenders: Mapping[str, Contender], arguments: argparse.Namespace, world: int
 ) -> dict[str, list[Figures]]:
     """All rounds with so many ranks; a rival that does not run here is left out."""
     names = [name for name in contenders if not arguments.only or name in arguments.only]
@@ -150,7 +157,7 @@ def rounds(
     for number in range(arguments.rounds):
         turn = [name for name in names[number % len(names) :] + names[: number % len(names)] if name in found]
         while turn:
-            load, group = os.getloadavg()[0], turn if together else turn[:1]
+            load, group = os.getloadavg()[0], turn if arguments.together else turn[:1]
             done, error = in_fresh_world(group, arguments, world)
             for name, figures in done.items():
                 found[name].append(figures)

@@ -3,7 +3,7 @@
     python benchmarks/trainer.py --ranks 2 --rounds 5 --width 512
     python benchmarks/trainer.py --rounds 5 --units 250
 
-A Llama under AdamW, in float32; with `--units` that many tiny blocks, to measure what is not
+A Llama under AdamW, in one dtype; with `--units` that many tiny blocks, to measure what is not
 arithmetic. Each contender trains it in processes of its own; the first three steps, in which everybody
 allocates what he keeps, are not timed. The last loss is shown in thousandths.
 
@@ -29,7 +29,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from llama import shard
-from rounds import Figures, device, play, reduced
+from rounds import Figures, device, now, play, reduced
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -52,6 +52,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=8, help="samples of a rank's batch")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--units", type=int, default=0, help="tiny blocks instead of a Llama")
 
 
@@ -70,8 +71,11 @@ def measure(make: Callable[[], Train], arguments: argparse.Namespace) -> Figures
     )
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     shape = (WARM + arguments.steps, arguments.batch, arguments.length)
-    tokens = torch.randint(4096, shape, generator=generator).to(device())
-    seconds, loss = train(LlamaForCausalLM(config), [{"input_ids": row, "labels": row} for row in tokens])
+    tokens = torch.randint(4096, shape, generator=generator)
+    if device().type != "cpu":
+        tokens = tokens.pin_memory()
+    model = LlamaForCausalLM(config).to(getattr(torch, arguments.dtype))
+    seconds, loss = train(model, [{"input_ids": row, "labels": row} for row in tokens])
     mean = torch.tensor(loss / dist.get_world_size())
     dist.all_reduce(mean)
     return reduced({"seconds": seconds / arguments.steps}) | {"thousandths of loss": mean.item() * 1000}
@@ -82,13 +86,18 @@ def steps(batches: Batches, step: Callable[[dict[str, torch.Tensor]], torch.Tens
     for number, batch in enumerate(batches):
         if number == WARM:
             dist.barrier()
-            start = time.perf_counter()
+            start = now()
         loss = step(batch)
-    return time.perf_counter() - start, loss.item()
+    return now() - start, loss.item()
 
 
 def samples(batches: Batches) -> Batches:
     return [{name: row[n] for name, row in b.items()} for b in batches for n in range(len(b["labels"]))]
+
+
+def here(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The batch on this rank's device."""
+    return {name: value.to(device(), non_blocking=True) for name, value in batch.items()}
 
 
 def dealt(own: Batches) -> Batches:
@@ -103,7 +112,7 @@ def by_hand(prepare: Callable[[nn.Module], nn.Module]) -> Train:
 
         def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
             optimizer.zero_grad()
-            loss: torch.Tensor = model(**batch).loss
+            loss: torch.Tensor = model(**here(batch)).loss
             loss.backward()
             optimizer.step()
             return loss.detach()
@@ -141,9 +150,9 @@ def ours(strategy: str) -> Train:
         )
         trainer.fit(duration=f"{WARM}ba")
         dist.barrier()
-        start = time.perf_counter()
+        start = now()
         trainer.fit(duration=f"{len(batches) - WARM}ba")
-        seconds, loss = time.perf_counter() - start, float(trainer.state.loss)
+        seconds, loss = now() - start, float(trainer.state.loss)
         trainer.close()
         return seconds, loss
 
@@ -166,7 +175,7 @@ def fabric() -> Train:
 
         def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
             optimizer.zero_grad()
-            loss: torch.Tensor = model(**batch).loss
+            loss: torch.Tensor = model(**here(batch)).loss
             engine.backward(loss)
             optimizer.step()
             return loss.detach()
@@ -209,9 +218,9 @@ def composer() -> Train:
         )
         trainer.fit()
         dist.barrier()
-        start = time.perf_counter()
+        start = now()
         trainer.fit(duration=f"{len(batches) - WARM}ba")
-        return time.perf_counter() - start, float(trainer.state.loss)
+        return now() - start, float(trainer.state.loss)
 
     return train
 
@@ -233,8 +242,9 @@ def transformers_trainer(parallelism: Any = None, own_fsdp: bool = False) -> Tra
         def on_step_end(self, arguments: Any, state: Any, control: Any, **rest: Any) -> None:
             if state.global_step == WARM:
                 dist.barrier()
-                clock["start"] = time.perf_counter()
-            clock["end"] = time.perf_counter()
+                clock["start"] = now()
+            if state.global_step == state.max_steps:
+                clock["end"] = now()
 
     class Last(*bases):
         def compute_loss(self, *inputs: Any, **options: Any) -> Any:

@@ -68,6 +68,12 @@ def same_start() -> Iterator[None]:
     forget_accelerate()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides the GPUs, also from child processes, unless the tests that need one are asked for."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--promise", type=int, help="run the tests of this promise of docs/promises.md only")
 
@@ -85,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
     missing = {}
     if not torch.cuda.is_available():
-        missing["gpu"] = "needs a CUDA device"
+        missing["gpu"] = "needs a CUDA device, and -m gpu"
     if not (shutil.which("chromedriver") and importlib.util.find_spec("selenium")):
         missing["browser"] = "needs selenium, chromedriver and a browser: apt-get install chromium-driver"
     for item in items:

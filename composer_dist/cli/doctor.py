@@ -54,7 +54,10 @@ class Finding:
 
 def doctor(
     processes: Annotated[
-        int | None, typer.Option("-n", "--processes", min=1, help="Processes in the self-test; 2 by default.")
+        int | None,
+        typer.Option(
+            "-n", "--processes", min=1, help="Processes in the self-test; 2 by default, 1 on one GPU."
+        ),
     ] = None,
 ) -> None:
     """Check versions, devices, limits and networking, and run a communication self-test."""
@@ -66,7 +69,7 @@ def doctor(
         os.environ.update(torchrun_variables(os.environ))
         findings = list(survey())
         ctrl_c.at_once = False  # the processes of the self-test end with it
-        findings += talk(processes or 2)
+        findings += talk(processes or _two_at_most())
     bad = any(finding.verdict == "fault" for finding in findings)
     if process_group.is_distributed():
         bad = process_group.any_rank(bad)
@@ -149,6 +152,13 @@ def show(findings: list[Finding]) -> None:
         console.print(f"[yellow]Training works here; {_count(counts['warning'], 'warning')}.[/]")
     else:
         console.print("[green]Training works here.[/]")
+
+
+def _two_at_most() -> int:
+    """Two processes, or one where there is one accelerator."""
+    import torch
+
+    return min(torch.accelerator.device_count() or 2, 2)
 
 
 def _self_test() -> SelfTest:

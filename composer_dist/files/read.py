@@ -63,8 +63,11 @@ class Files:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._stack.close()
 
-    def read(self, number: int, offset: int, memory: Sequence[tuple[int, int]]) -> None:
+    def read(self, number: int, offset: int, memory: Sequence[tuple[int, int]], fresh: bool = False) -> None:
         """Fill pieces of memory, (address, bytes) each, one after the other from one offset in a file.
+
+        Args:
+            fresh: the memory may have no pages yet.
 
         Raises:
             CheckpointRuntimeError: the system reports an error, or the file ends too early.
@@ -72,8 +75,8 @@ class Files:
         path, left = self.paths[number], list(reversed(memory))
         while left:
             address, size = left[-1]
-            now = [(address, min(size, STEP))] if size > STEP else left[::-1]
-            for one in now:
+            now = [(address, min(size, STEP))] if fresh and size > STEP else left[::-1]
+            for one in now if fresh else ():
                 provide(*one)
             views = [(ctypes.c_char * size).from_address(address) for address, size in now]
             try:
@@ -132,7 +135,7 @@ def read_slabs(
 
     def move(piece: _Batch | Slab, buffers: Buffers) -> int:
         if isinstance(piece, _Batch):
-            files.read(piece.file, piece.offset, piece.memory)
+            files.read(piece.file, piece.offset, piece.memory, fresh=True)
             return piece.nbytes
         buffer = buffers.get()
         total = _read_staged(piece, files, buffer)
@@ -231,7 +234,7 @@ class RemoteFiles(Files):
             if here != size:
                 raise CheckpointValueError(f"{name} has {here} bytes, but was written with {size}.")
 
-    def read(self, number: int, offset: int, memory: Sequence[tuple[int, int]]) -> None:
+    def read(self, number: int, offset: int, memory: Sequence[tuple[int, int]], fresh: bool = False) -> None:
         """See `Files.read`."""
         name, total = self._names[number], sum(size for _, size in memory)
         try:

@@ -1,5 +1,8 @@
 """What plans say of a step, and what the step of a real prepared model does."""
 
+import dataclasses
+import gc
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.config.parallelism import MeshConfig, ParallelismConfig
 from composer_dist.distributed import parallelize_model, plan_parallelism
 from composer_dist.distributed.plan.memory import MemoryEstimate
 from composer_dist.distributed.steps import collector_paused
@@ -52,6 +55,51 @@ def planned_and_real_peak(
     always = estimate.parameters + estimate.padding + estimate.optimizer + estimate.buffers
     always += estimate.gradients if config.ddp else 0  # DDP's buckets
     return estimate, min(peaks) + always
+
+
+def planned_and_allocated(
+    build: Callable[[], Any], shape: tuple[int, int], config: ParallelismConfig, precision: str | None = None
+) -> tuple[MemoryEstimate, int, int]:
+    """For one rank on a GPU: the estimate, and the most bytes of a step that are allocated and reserved.
+
+    The step is the fourth one, with AdamW; the bytes are those of torch's caching allocator.
+
+    Args:
+        build: makes a model of transformers.
+        shape: sequences and tokens of the batch.
+        config, precision: as for `parallelize_model`.
+    """
+
+    def optimized(model: nn.Module) -> torch.optim.AdamW:
+        return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+
+    config = dataclasses.replace(config, mesh=MeshConfig(device_type="cuda"))
+    with torch.device("meta"):
+        alone = build().train()
+    plan = plan_parallelism(alone, config, world_size=1, optimizer=optimized(alone), precision=precision)
+    estimate = plan.memory(shape)
+    gc.collect()
+    torch.cuda.empty_cache()
+    left = torch.cuda.memory_allocated()  # cuBLAS keeps up to 64 MiB of workspace
+    assert left <= 64 << 20, f"{left} bytes of something else are still allocated"
+    with torch.device("cuda"):
+        model, ids = build().train(), torch.ones(shape, dtype=torch.long)
+    optimizer = optimized(model)
+    parallelize_model(model, config, optimizer, precision)
+    gc.collect()
+    torch.cuda.empty_cache()
+    for number in range(4):
+        if number == 2:  # DDP has new buckets; NCCL's watchdog keeps the old ones until it looks again
+            torch.cuda.synchronize()
+            time.sleep(1)
+        if number == 3:
+            torch.cuda.reset_peak_memory_stats()
+        outputs = model(input_ids=ids, labels=ids, use_cache=False)  # kept, as plans assume
+        outputs.loss.backward()
+        del outputs
+        optimizer.step()
+        optimizer.zero_grad()
+    return estimate, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
 def planned_and_real_traffic(

@@ -91,7 +91,7 @@ class Staging:
 
     def _flush(self, pid: int) -> None:
         """Read into the current buffer, start its uploads, and turn to the other one."""
-        read(pid, self._ranges)
+        read(pid, self._ranges, fresh=False)
         for target, held in self._uploads:
             target.copy_(held, non_blocking=True)
         if self._device.type != "cpu":
@@ -139,8 +139,12 @@ def can_read(beacon: dict[str, Any]) -> bool:
     return bool(mine.raw.hex() == beacon["bytes"])
 
 
-def read(pid: int, ranges: Sequence[Range]) -> None:
-    """Copy memory of process `pid` into this one, without the interpreter's lock."""
+def read(pid: int, ranges: Sequence[Range], fresh: bool = True) -> None:
+    """Copy memory of process `pid` into this one, without the interpreter's lock.
+
+    Args:
+        fresh: this process's memory may have no pages yet.
+    """
     libc = _libc()
     if libc is None:
         raise ParallelismRuntimeError("This system has no process_vm_readv.")
@@ -148,7 +152,7 @@ def read(pid: int, ranges: Sequence[Range]) -> None:
         local = (_IoVec * len(batch))(*[_IoVec(part.mine, part.nbytes) for part in batch])
         remote = (_IoVec * len(batch))(*[_IoVec(part.theirs, part.nbytes) for part in batch])
         wanted = sum(part.nbytes for part in batch)
-        for part in batch:
+        for part in batch if fresh else ():
             provide(part.mine, part.nbytes)
         got = libc.process_vm_readv(pid, local, len(batch), remote, len(batch), 0)
         if got != wanted:

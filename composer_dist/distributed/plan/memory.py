@@ -34,7 +34,7 @@ HOW = {
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """The memory of one rank in bytes. Only `reserved` has the allocator's slack.
+    """The memory of one rank in bytes, without cuBLAS's workspace. Only `reserved` has the allocator's slack.
 
     The parts that a rank holds are exact. Those of a step are traced, and each is the most at any time of it;
     together they need not be in use at once. `peak` is the most that everything takes at a time.

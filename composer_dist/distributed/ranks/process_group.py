@@ -18,6 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 from composer_dist._torch import clear_dtensor_caches
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.gloo_interface import gloo_variables
+from composer_dist.distributed.ranks.gpus import check_own_gpu
 from composer_dist.distributed.ranks.launcher_variables import VARIABLES, check_alone
 from composer_dist.distributed.ranks.line import await_readers
 from composer_dist.distributed.ranks.rendezvous import meeting_place
@@ -56,7 +57,7 @@ def init(
     Raises:
         ParallelismRuntimeError: a group exists and `reuse` is not set, a launcher has started several ranks
             but torchrun's variables are missing, or a rank did not arrive.
-        ParallelismValueError: the machine lacks `device`.
+        ParallelismValueError: the machine lacks `device`, or NCCL is to connect ranks that share a GPU.
     """
     if _active():
         if reuse:
@@ -80,6 +81,12 @@ def init(
         place = meeting_place(timeout)
     dist.init_process_group(backend, timeout=timeout, **place)
     Agreement().begin()  # from now on, it is noticed if a rank of this host ends
+    if "nccl" in backend:
+        try:
+            check_own_gpu(_with_index(chosen))
+        except BaseException:
+            dist.destroy_process_group()
+            raise
 
 
 def device_here(device: torch.device | str) -> torch.device:

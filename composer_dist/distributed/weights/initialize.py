@@ -184,9 +184,10 @@ def run_component(
         with random_state_kept(device), torch.no_grad(), original_classes(set(structure.modules.values())):
             for initializer in component.initializers:
                 seed_all(f"{seed}/{initializer.module}")
-                with torch.device(device):
+                # transformers computes tables on the CPU, even for a GPU, which rounds otherwise.
+                with torch.device("cpu" if initializer.label == "_init_weights" else device):
                     initializer.run()
-        return {name: one.get().detach() for name, one in held.items()}
+        return {name: one.get().detach().to(device) for name, one in held.items()}
     finally:
         for name, one in held.items():
             for place, old in zip(one.places, before[name], strict=True):

@@ -119,6 +119,8 @@ def test_prepare_fully_shard_converts_layers_too() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # inductor's own imports
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look
 def test_torchao_trains_in_float8() -> None:
     pytest.importorskip("torchao", reason="float8 needs torchao")
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,8 +16,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from composer_dist.distributed.ranks import process_group as pg
 from composer_dist.distributed.ranks.cpus import share_cpus, threads_per_process
+from composer_dist.distributed.ranks.gpus import check_own_gpu
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError, ParallelismValueError
-from tests.kit.compare import fails
+from tests.kit.compare import fails, fails_alike
 from tests.kit.ports import reserved_port
 from tests.kit.world import World, on_ranks
 
@@ -241,6 +243,18 @@ def test_an_accelerator_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ParallelismValueError, match="'cuda' was asked for"):
         pg.init(device="cuda")
     assert not dist.is_initialized()
+
+
+@pytest.mark.promise(7)
+@on_ranks(2)
+def test_ranks_that_share_a_gpu_are_told() -> None:
+    rank = dist.get_rank()
+    for uuid in (SimpleNamespace(uuid=f"GPU-{rank}"), SimpleNamespace()):
+        with mock.patch("torch.cuda.get_device_properties", return_value=uuid):
+            check_own_gpu(torch.device("cuda", rank))
+    shared = mock.patch("torch.cuda.get_device_properties", return_value=SimpleNamespace(uuid="GPU-0"))
+    with shared, fails_alike(ParallelismValueError, "Ranks 0 and 1 would share one GPU", "device='cpu'"):
+        check_own_gpu(torch.device("cuda", 0))
 
 
 def sums_over_equal_meshes() -> None:
