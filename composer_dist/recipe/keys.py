@@ -148,11 +148,11 @@ class _Lenient(GenerateJsonSchema):
 
 
 def _by_name(known: dict[str, str], given: set[str]) -> Any:
-    """A short name, or a mapping with a name and its arguments; torch's own change with its versions."""
+    """A short name, or a mapping with a name and its arguments; torch's are those of all supported versions."""
     kinds: Any = str | Reference
     for name, reference in known.items():
         ours, target = not reference.startswith("torch."), named.resolve(reference, Path())
-        base = arguments_of(target, frozenset(given), documented=ours, extra=None if ours else "allow")
+        base = arguments_of(target, frozenset(given), documented=ours)
         kinds |= pydantic.create_model(base.__name__, __base__=base, name=(Literal[name], ...))  # type: ignore[arg-type]
     return kinds
 

@@ -175,10 +175,10 @@ def test_files_that_fail_leave_the_model_as_it_was_or_marked(path: Path, tmp_pat
     model(tokens())
     read = Files.read
 
-    def fail(self: Files, *arguments: Any) -> None:
+    def fail(self: Files, *arguments: Any, **options: Any) -> None:
         if dist.get_rank() == 1:
             raise CheckpointRuntimeError("the disk is gone")
-        read(self, *arguments)
+        read(self, *arguments, **options)
 
     gone = pytest.raises(CheckpointRuntimeError, match="Rank 1: the disk is gone")
     with mock.patch.object(Files, "read", fail), gone:

@@ -118,7 +118,8 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
         "print(*faults_at_once(Path(sys.argv[1]), sys.argv[2:]), sep='\\n')"
     )
     command = [sys.executable, "-c", code]
-    told = subprocess.run([*command, file, "sed=3"], capture_output=True, text=True, check=True).stdout
+    overrides = ["sed=3", "optimizer.lrr=1"]
+    told = subprocess.run([*command, file, *overrides], capture_output=True, text=True, check=True).stdout
     assert [line.removeprefix(str(file)) for line in told.splitlines()] == [
         ":6: data.source: 'source' is missing",
         ":8: data.sorce: unknown key 'sorce'. Did you mean 'source'?",
@@ -141,6 +142,7 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
         ":23: loggers.console.interval: expected a string or an integer, got 0.5",
         ":24: resume.load_path: expected a string, got 3",
         "'sed=3': sed: unknown key 'sed'. Did you mean 'seed'?",
+        "'optimizer.lrr=1': optimizer.lrr: unknown key 'lrr'. Did you mean 'lr'?",
     ]
     missing = subprocess.run([*command, file.parent / "other.yaml"], capture_output=True, text=True)
     text = "other.yaml: No such file or directory. 'composer-dist init' writes a configuration.\n"

@@ -437,7 +437,7 @@ def fill_peak(path: Path, kind: str) -> int:
 def test_a_file_cut_short_meanwhile_is_an_error_everywhere_and_marks_the_model(tmp_path: Path) -> None:
     path, model, read = shared_file(tmp_path), built(device="meta"), Files.read
 
-    def short(self: Files, number: int, offset: int, memory: Any) -> None:
+    def short(self: Files, number: int, offset: int, memory: Any, fresh: bool = False) -> None:
         read(self, number, offset + dist.get_rank() * path.stat().st_size, memory)
 
     with (
