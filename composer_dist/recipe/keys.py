@@ -148,7 +148,7 @@ class _Lenient(GenerateJsonSchema):
 
 
 def _by_name(known: dict[str, str], given: set[str]) -> Any:
-    """A short name, or a mapping with a name and its arguments; torch's are those of all supported versions."""
+    """A short name, or a mapping with a name and its arguments; torch's are the same in all versions."""
     kinds: Any = str | Reference
     for name, reference in known.items():
         ours, target = not reference.startswith("torch."), named.resolve(reference, Path())

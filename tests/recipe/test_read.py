@@ -88,7 +88,7 @@ def test_all_problems_come_at_once_with_lines_and_the_nearest_known_key(write: W
         ":6: data.source: 'source' is missing",
         ":8: data.sorce: unknown key 'sorce'. Did you mean 'source'?",
         ":11: optimizer.leaning_rate: unknown key 'leaning_rate'. Valid keys: lr, betas, eps, weight_decay, "
-        "amsgrad, maximize, foreach, capturable, differentiable, fused",
+        "amsgrad, maximize, foreach, capturable, differentiable, fused, name",
         ":12: optimizer.weight_decay: expected a number, got 'much'",
         f":14: trainer.max_duration: '2bax' {NO_DURATION}",
         ":15: trainer.gradient_cliping: unknown key 'gradient_cliping'. Did you mean 'gradient_clipping'?",
@@ -123,6 +123,7 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
     assert [line.removeprefix(str(file)) for line in told.splitlines()] == [
         ":6: data.source: 'source' is missing",
         ":8: data.sorce: unknown key 'sorce'. Did you mean 'source'?",
+        "'optimizer.lrr=1': optimizer.lrr: unknown key 'lrr'. Did you mean 'lr'?",
         ":11: optimizer.fused: expected true, false, got 2",
         ":12: optimizer.lr: expected a number, got 'fast'",
         f":14: trainer.max_duration: '2bax' {NO_DURATION}",
@@ -142,7 +143,6 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
         ":23: loggers.console.interval: expected a string or an integer, got 0.5",
         ":24: resume.load_path: expected a string, got 3",
         "'sed=3': sed: unknown key 'sed'. Did you mean 'seed'?",
-        "'optimizer.lrr=1': optimizer.lrr: unknown key 'lrr'. Did you mean 'lr'?",
     ]
     missing = subprocess.run([*command, file.parent / "other.yaml"], capture_output=True, text=True)
     text = "other.yaml: No such file or directory. 'composer-dist init' writes a configuration.\n"
