@@ -116,7 +116,7 @@ def reads() -> Way:
             local, start = parameter.detach().to_local(), llama.part(parameter)[0] * prod(parameter.shape[1:])
             theirs = addresses[name] + start * local.itemsize
             host = local if local.is_cpu else torch.empty_like(local, device="cpu", pin_memory=True)
-            memory.read(pid, [memory.Range(theirs, host.data_ptr(), host.nbytes)])
+            memory.read(pid, [memory.Range(theirs, host.data_ptr(), host.nbytes)], fresh=local.is_cpu)
             if host is not local:
                 local.copy_(host)
         dist.barrier()

@@ -4,8 +4,8 @@
     python benchmarks/trainer.py --rounds 5 --units 250
 
 A Llama under AdamW, in one dtype; with `--units` that many tiny blocks, to measure what is not
-arithmetic. Each contender trains it in processes of its own; the first three steps, in which everybody
-allocates what he keeps, are not timed. The last loss is shown in thousandths.
+arithmetic. Each contender trains it in processes of its own, unless `--together` is given; the first three
+steps, in which all allocate what they keep, are not timed. The last loss is shown in thousandths.
 
 - loop: a loop by hand over FSDP2: forward, backward, step. A reference, not a rival.
 - composer_dist, loop: the same loop over `parallelize_model`; "unchecked" has `check_order=False`; "guarded"

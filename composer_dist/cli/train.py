@@ -133,6 +133,7 @@ def refuse_at_once(config: Path, overrides: list[str]) -> None:
         return
     if os.environ.get("RANK", "0") == "0":
         typer.echo("\n".join(told), err=True)
+        say("Looking for more ...")
         try:
             from composer_dist.recipe.read import read_configuration
 

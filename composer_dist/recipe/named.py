@@ -156,7 +156,7 @@ def reference(kind: str, known: Mapping[str, str], name: str) -> str:
         return known[name]
     if "." in name:
         return name
-    near = near_miss(name, known)
+    near = near_miss(name.lower(), known)
     if kind == "callback" and "checkpoint" in name.lower():
         near = " Did you mean 'checkpoints:' at the top of the file?"
     raise ParallelismValueError(

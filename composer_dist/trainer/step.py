@@ -110,8 +110,7 @@ def _microbatches(state: State, fed: Fed, count: int) -> Iterator[tuple[Any, flo
     A rank with fewer samples than microbatches, or without data, repeats its first microbatch at weight 0.
     """
     parts = split(fed.batch, count)
-    several = len(parts) > 1
-    weights = [0.0 if fed.filler else weight_of(state, part) for part in parts] if several else [fed.weight]
+    weights = [0.0 if fed.filler else weight_of(state, part) for part in parts]
     missing = count - len(parts)
     parts, weights = parts + parts[:1] * missing, weights + [0.0] * missing
     for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):

@@ -15,7 +15,18 @@ from composer_dist.trainer import GradientClipping, State
 from composer_dist.trainer.step import total_loss
 from tests.kit.compare import close, weights
 from tests.kit.measure import Collectives, by_messages
-from tests.kit.training import At, Tagger, fitted, fitted_on_parts, joined, seen_at, sgd, tagged, tagger
+from tests.kit.training import (
+    IGNORED,
+    At,
+    Tagger,
+    fitted,
+    fitted_on_parts,
+    joined,
+    seen_at,
+    sgd,
+    tagged,
+    tagger,
+)
 from tests.kit.world import World
 
 
@@ -41,6 +52,23 @@ def test_microbatches_give_the_whole_batchs_gradients(size: int | None) -> None:
     _, log = fitted_on_parts([], train_dataloader=[batch], **options)
     close(found[0], expected)
     assert log.values("loss/train/total") == [pytest.approx(loss, rel=1e-6)]
+
+
+@pytest.mark.promise(99)
+@pytest.mark.parametrize("size", [7, 4, 1])
+def test_labels_that_a_callback_masks_count_alike_in_any_number_of_microbatches(size: int) -> None:
+    """Batches are weighed among the ranks by the labels that they were read with."""
+
+    def mask(state: State) -> None:
+        state.batch["labels"][1] = IGNORED
+
+    batch = joined(tagged(7))
+    terms = int((batch["labels"] != IGNORED).sum())
+    options = {"device_train_microbatch_size": size, "callbacks": At(after_dataloader=mask)}
+    _, log = fitted_on_parts([], train_dataloader=[batch], **options)
+    left = int((batch["labels"] != IGNORED).sum())
+    assert left < terms
+    assert log.values("loss/train/total") == [pytest.approx(reference(batch)[0] * left / terms, rel=1e-6)]
 
 
 def test_gradients_start_from_zero_at_every_batch() -> None:

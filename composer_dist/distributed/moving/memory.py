@@ -91,7 +91,7 @@ class Staging:
 
     def _flush(self, pid: int) -> None:
         """Read into the current buffer, start its uploads, and turn to the other one."""
-        read(pid, self._ranges, fresh=False)
+        read(pid, self._ranges, fresh=self._device.type == "cpu")
         for target, held in self._uploads:
             target.copy_(held, non_blocking=True)
         if self._device.type != "cpu":
@@ -139,7 +139,7 @@ def can_read(beacon: dict[str, Any]) -> bool:
     return bool(mine.raw.hex() == beacon["bytes"])
 
 
-def read(pid: int, ranges: Sequence[Range], fresh: bool = True) -> None:
+def read(pid: int, ranges: Sequence[Range], fresh: bool = False) -> None:
     """Copy memory of process `pid` into this one, without the interpreter's lock.
 
     Args:

@@ -134,7 +134,8 @@ class Transport:
                 take_part(cargo, self.mesh.here)
                 stage.advance(cargo.nbytes)
         else:
-            memory.read(self._pids[rank], [each for pair in direct for each in self._ranges(*pair)])
+            ranges = [each for pair in direct for each in self._ranges(*pair)]
+            memory.read(self._pids[rank], ranges, fresh=True)
             stage.advance(sum(cargo.nbytes for cargo, _ in direct))
         readers = [other for other in self._pids if other != rank] if mine else [self.agreement.rank]
         return sum(self._part(cargo, reader) for cargo, _ in pairs for reader in readers)

@@ -81,11 +81,11 @@ def init(
         place = meeting_place(timeout)
     dist.init_process_group(backend, timeout=timeout, **place)
     Agreement().begin()  # from now on, it is noticed if a rank of this host ends
-    if "nccl" in backend:
+    if chosen.type == "cuda" and "nccl" in backend.lower():
         try:
             check_own_gpu(_with_index(chosen))
         except BaseException:
-            dist.destroy_process_group()
+            destroy()
             raise
 
 

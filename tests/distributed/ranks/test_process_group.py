@@ -247,14 +247,20 @@ def test_an_accelerator_that_is_not_there_is_an_error() -> None:
 
 @pytest.mark.promise(7)
 @on_ranks(2)
-def test_ranks_that_share_a_gpu_are_told() -> None:
-    rank = dist.get_rank()
-    for uuid in (SimpleNamespace(uuid=f"GPU-{rank}"), SimpleNamespace()):
-        with mock.patch("torch.cuda.get_device_properties", return_value=uuid):
-            check_own_gpu(torch.device("cuda", rank))
-    shared = mock.patch("torch.cuda.get_device_properties", return_value=SimpleNamespace(uuid="GPU-0"))
+def test_ranks_that_share_a_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    device, uuids = torch.device("cuda", 0), [f"GPU-{dist.get_rank()}", "GPU-0"]
+    own, shared = (
+        mock.patch("torch.cuda.get_device_properties", return_value=SimpleNamespace(uuid=uuid))
+        for uuid in uuids
+    )
+    with own:
+        check_own_gpu(device)
     with shared, fails_alike(ParallelismValueError, "Ranks 0 and 1 would share one GPU", "device='cpu'"):
-        check_own_gpu(torch.device("cuda", 0))
+        check_own_gpu(device)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    with shared:
+        check_own_gpu(device)
 
 
 def sums_over_equal_meshes() -> None:
