@@ -57,7 +57,7 @@ class ParallelismConfig(FromDict):
     check_order: bool | Literal["auto"] = "auto"
     """Before each collective of a unit, check that all ranks run the same one, so that a module which
     some ranks skip raises an error instead of hanging. "auto" does so on CPU meshes. With an accelerator it
-    costs overlap; use it there to find a hang."""
+    costs overlap; use it there to find a hang. Those in memory that CPUs share are always checked."""
     strict: bool = True
     """False turns errors about options without effect into warnings."""
     transport: Literal["auto", "memory", "messages"] = "auto"

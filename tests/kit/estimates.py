@@ -15,7 +15,7 @@ from composer_dist.config.parallelism import MeshConfig, ParallelismConfig
 from composer_dist.distributed import parallelize_model, plan_parallelism
 from composer_dist.distributed.plan.memory import MemoryEstimate
 from composer_dist.distributed.steps import collector_paused
-from tests.kit.measure import Collectives, InTurn, profiled
+from tests.kit.measure import Collectives, InTurn, by_messages, profiled
 
 
 def planned_and_real_peak(
@@ -48,7 +48,7 @@ def planned_and_real_peak(
         optimizer.step()
         optimizer.zero_grad()
 
-    with collector_paused(), InTurn():
+    with collector_paused(), InTurn(), by_messages():
         step()  # makes the optimizer's state
         step()  # DDP rebuilds its buckets
         peaks = [profiled(step) for _ in range(2)]
@@ -129,7 +129,7 @@ def planned_and_real_traffic(
     parallelize_model(real, config, precision=precision)
     sent: Counter[Any] = Counter()
     for _ in range(3):
-        with Collectives() as found:
+        with by_messages(), Collectives() as found:
             loss(real).backward()
         real.zero_grad()
     for collective, ranks, nbytes in found.sent:

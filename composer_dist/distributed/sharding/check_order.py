@@ -6,8 +6,8 @@ bytes. Before each collective the ranks therefore compare its unit and length: i
 all are on one host, and otherwise in a message of a few bytes. On a CPU mesh this is on by default. With an
 accelerator it makes the hosts wait for each other, so it is off by default (`ParallelismConfig.check_order`).
 
-On CPUs of one host, what small units gather and reduce goes through that memory too. Ranks that meet there
-anyway have it in less time than by messages.
+On CPUs of one host, what small units gather and reduce goes through that memory too, which takes less time
+than messages. Ranks that meet there compare in any case.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,9 +27,12 @@ from composer_dist.distributed.ranks.reports import reason_of_loss
 from composer_dist.errors import ParallelismRuntimeError
 
 
-def check_call_order(units: Mapping[str, nn.Module]) -> None:
-    """Compare the ranks before each collective of these units: names, in one order, and leading modules."""
-    order = _Order([name or "the root" for name in units], _torch.collective_timeout())
+def check_call_order(units: Mapping[str, nn.Module], always: bool) -> None:
+    """Compare the ranks before each collective of these units: names, in one order, and leading modules.
+
+    Unless `always`, only before a group's first collective and those that go through shared memory.
+    """
+    order = _Order([name or "the root" for name in units], _torch.collective_timeout(), always)
     for index, module in enumerate(units.values()):
         _torch.before_collectives(module, partial(_compare, order, index))
 
@@ -41,6 +44,8 @@ class _Order:
     names: Sequence[str]
     """Of the units."""
     limit: timedelta
+    always: bool
+    """Whether to compare also before collectives that are messages."""
     boards: dict[dist.ProcessGroup, Board | None] = field(default_factory=dict)
     """Made after a group's first comparison; None where the ranks share no memory."""
 
@@ -49,12 +54,15 @@ class _Order:
     ) -> tuple[bool, torch.Tensor | None]:
         """Whether all ranks show the same facts, and the `data` of the first group's, `(ranks, numel)`.
 
-        False also where there are no boards to tell, and None where they have no room.
+        False also where there are no boards to tell, and None where they have no room. What need not be
+        compared counts as the same.
         """
         boards = [board for group in groups if (board := self.boards.get(group)) is not None]
         if len(boards) < len(groups) or Board.rests:
-            return False, None
+            return not self.always and all(group in self.boards for group in groups), None
         places = None if data is None or data.dtype not in _DTYPES else boards[0].places(data)
+        if places is None and not self.always:
+            return True, None
         if places is not None and data is not None:
             places[0].copy_(data)
             facts = *facts, _DTYPES.index(data.dtype)

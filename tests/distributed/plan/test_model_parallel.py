@@ -20,7 +20,7 @@ from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import fails
 from tests.kit.grids import slow
 from tests.kit.huggingface import pretrained_gpt2
-from tests.kit.measure import Collectives, profiled
+from tests.kit.measure import Collectives, by_messages, profiled
 from tests.kit.world import on_ranks
 
 
@@ -104,14 +104,14 @@ def test_a_rank_allocates_and_sends_what_the_plan_says(way: str, make: Callable[
         optimizer.zero_grad()
 
     step()
-    with Collectives() as found:
+    with by_messages(), Collectives() as found:
         step()
     sent: Counter[Any] = Counter()
     for collective, group, nbytes in found.sent:
         sent[collective, group] += nbytes
         sent[collective, group, "count"] += 1
     assert planned == sent
-    with collector_paused():
+    with by_messages(), collector_paused():
         peak = min(profiled(step) for _ in range(3))
     peak += memory.parameters + memory.padding + memory.optimizer + memory.buffers
     late = memory.communication + largest  # of gloo's thread, where the machine is busy

@@ -17,7 +17,7 @@ from composer_dist.distributed.ranks.failures import LostError
 from composer_dist.distributed.sharding import check_order
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit.compare import fails_alike
-from tests.kit.measure import Collectives
+from tests.kit.measure import Collectives, by_messages
 from tests.kit.models import WIDTH, Layer, Multimodal
 from tests.kit.world import on_ranks
 
@@ -78,15 +78,36 @@ def test_gradients_that_some_ranks_lack_are_an_error() -> None:
         model(torch.randn(3, WIDTH), dist.get_rank()).mean().backward()
 
 
-@pytest.mark.parametrize(("check", "made"), [("auto", 13), (False, 0)])
+@pytest.mark.parametrize(
+    ("check", "shared", "made"), [("auto", True, 1), ("auto", False, 13), (False, True, 1), (False, False, 1)]
+)
 @on_ranks(2)
-def test_each_collective_of_a_unit_is_preceded_by_one_comparison(check: Any, made: int) -> None:
+def test_messages_are_preceded_by_a_comparison_if_it_is_wanted(check: Any, shared: bool, made: int) -> None:
+    make = Board.make if shared else lambda group: None
     model = Multimodal()
-    with mock.patch.object(check_order, "_compare", wraps=check_order._compare) as compare:
-        parallelize_model(model, ParallelismConfig(sync="rank0", check_order=check))
+    parallelize_model(model, ParallelismConfig(sync="rank0", check_order=check))
+    with (
+        mock.patch.object(Board, "make", make),
+        mock.patch.object(check_order, "exchange", wraps=check_order.exchange) as exchange,
+    ):
         model(torch.randn(3, WIDTH), torch.randn(3, WIDTH))[0].mean().backward()
     # Forward gathers the root and four layers, backward the three that were freed, and five are reduced.
-    assert compare.call_count == made
+    assert exchange.call_count == made
+
+
+@on_ranks(2)
+def test_large_units_meet_only_if_their_order_is_to_be_checked() -> None:
+    met = []
+    for check in (True, False):
+        model = Multimodal()
+        parallelize_model(model, ParallelismConfig(sync="rank0", check_order=check))
+        with (
+            by_messages(),
+            mock.patch.object(Board, "all_show", autospec=True, return_value=True) as all_show,
+        ):
+            model(torch.randn(3, WIDTH), torch.randn(3, WIDTH))[0].mean().backward()
+        met.append(all_show.call_count)
+    assert met == [12, 0]
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -104,14 +125,16 @@ def test_only_the_first_comparison_of_a_group_is_a_message_where_memory_is_share
     assert exchange.call_count == (2 if shared else 26)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "check"), [(torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.float32, False)]
+)
 @on_ranks(4)
-def test_small_units_of_one_host_need_no_messages_and_get_the_same_gradients(dtype: Any) -> None:
+def test_small_units_of_one_host_need_no_messages_and_get_the_same_gradients(dtype: Any, check: Any) -> None:
     gradients, counts = [], []
     for make in (Board.make, lambda group: None):
         torch.manual_seed(0)
         model = Multimodal().to(dtype)
-        parallelize_model(model, ParallelismConfig())
+        parallelize_model(model, ParallelismConfig(check_order=check))
         text, images = (torch.randn(3, WIDTH) * (1 + dist.get_rank())).to(dtype).split([1, 2])
         with mock.patch.object(Board, "make", make):
             for _ in range(3):
