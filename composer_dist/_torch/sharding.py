@@ -4,17 +4,20 @@ FSDP2 records each parameter in a private object, which the sharded module refer
 shard is allocated once, with the padding that the all-gather needs, and filled in place.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from math import prod
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._prims_common import make_contiguous_strides_for
 from torch.distributed import ReduceOp
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._common_utils import collect_grad_tensors
-from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param
 
 # FSDP2's record of a parameter. Since torch 2.4.
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
@@ -117,6 +120,32 @@ def gather_for_call(module: Any, part: nn.Module) -> None:
 
     register_gathered(groups)
     handles.append(part.register_forward_hook(after, always_call=True))
+
+
+@contextmanager
+def cheap_shards() -> Iterator[None]:
+    """Inside, FSDP2 shards parameters on the meta device faster.
+
+    torch computes strides, and zeros on the meta device, in Python that supports symbolic shapes. FSDP2 needs
+    both for every parameter; its shapes are numbers, and its zeros have no values there. Since torch 2.4.
+    """
+    fsdp, cls, new_zeros = cast(Any, _fsdp_param), cast(Any, torch.Tensor), torch.Tensor.new_zeros
+
+    def of_numbers(shape: torch.Size) -> tuple[int, ...]:
+        return tuple(prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+    def empty(tensor: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
+        if tensor.is_meta and type(tensor) in (torch.Tensor, nn.Parameter) and not options:
+            return torch.empty(*size, dtype=tensor.dtype, device="meta")
+        return new_zeros(tensor, *size, **options)
+
+    fsdp.make_contiguous_strides_for, cls.new_zeros = of_numbers, empty
+    try:
+        yield
+    finally:
+        fsdp.make_contiguous_strides_for = make_contiguous_strides_for
+        with suppress(AttributeError):  # another thread's end has been here
+            del cls.new_zeros
 
 
 def padded_shard(param: Any) -> tuple[torch.Size, torch.dtype]:

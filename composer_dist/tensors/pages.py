@@ -10,7 +10,7 @@ import sys
 from functools import cache
 from typing import Any
 
-STEP = 512 << 10
+STEP = 1 << 20
 """Bytes to provide before they are filled: as many as stay in the processor's cache in between."""
 _PAGE = 4096
 _WORTH = 16 * _PAGE

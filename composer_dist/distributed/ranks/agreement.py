@@ -249,6 +249,7 @@ class Agreement:
         def absent() -> list[int]:
             return [rank for rank in keys if rank not in posts]
 
+        line.expect(*keys.values())
         for turn, _ in enumerate(poll(limit, lambda: f"{ranks_named(absent())} at {step!r}")):
             if found := line.read_all(list(keys.values())):
                 return {**posts, **dict(zip(keys, found, strict=True))}, []
@@ -267,6 +268,7 @@ class Agreement:
 
     def _await_verdict(self, line: Line, step: str, limit: timedelta) -> Any:
         first, key = self.ranks[0], f"{line.count}/verdict"
+        line.expect(key)
         for turn, _ in enumerate(poll(limit, lambda: f"rank {first}, which decides for all, at {step!r}")):
             if verdict := line.read(key):
                 return verdict

@@ -23,6 +23,8 @@ Key = tuple[str, tuple[int, ...]]
 MARGIN = timedelta(seconds=4)
 """How much longer than the first rank the others wait, so that its verdict on missing ranks arrives."""
 
+_MOMENT = timedelta(milliseconds=50)
+"""Short, because meanwhile other threads cannot use the store, and Ctrl-C has no effect."""
 _PIECE = 4 << 20
 """Bytes of a long text under one key: the store closes the connection over 8 MiB (torch 2.13)."""
 
@@ -54,6 +56,11 @@ class Line:
             if not self.store.check(names):
                 return None
             return list(map(self._parsed, names, self.store.multi_get(names)))
+
+    def expect(self, *keys: str) -> None:
+        """Give ranks a moment to write under all of these keys: unlike polling, this ends when they have."""
+        with asking(), suppress(RuntimeError):  # also if the store is lost, which the next call tells
+            self.store.wait([f"{self.prefix}/{key}" for key in keys], _MOMENT)
 
     def _parsed(self, name: str, text: bytes) -> Any:
         if text.startswith(b"/"):  # instead of JSON, the number of its pieces

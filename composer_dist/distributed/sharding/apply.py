@@ -86,8 +86,9 @@ def apply(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> dict[s
     held = {name: structure.tensors[name] for unit in units for name in unit.parameters}
     uncut = {name: one for name, one in held.items() if not isinstance(one.get(), DTensor)}
     originals = {name: one.cast_shadow() for name, one in uncut.items()}
-    for unit in units:
-        _shard_unit(unit, structure, mesh.fsdp or mesh.device_mesh)
+    with _torch.cheap_shards():
+        for unit in units:
+            _shard_unit(unit, structure, mesh.fsdp or mesh.device_mesh)
     for unit in units:
         known = fsdp_params_by_place(structure.modules[unit.name])
         for name in unit.parameters:

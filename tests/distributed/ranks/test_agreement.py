@@ -62,6 +62,24 @@ def test_findings_reach_the_first_rank_in_order_and_its_verdict_reaches_all() ->
         assert verdict == {"order": [0, 10, 20, 30]}
 
 
+@on_ranks(2)
+def test_a_rank_that_comes_first_asks_once() -> None:
+    reads = []
+
+    def counted(self: line.Line, *keys: str) -> Any:
+        reads.append(keys)
+        return answer(self, *keys)
+
+    for first in (0, 1):
+        name = "read" if first else "read_all"
+        answer = getattr(line.Line, name)
+        with mock.patch.object(line.Line, name, counted), mock.patch.object(line, "_MOMENT", SHORT * 60):
+            time.sleep(0.05 * (dist.get_rank() != first))
+            Agreement().reach("x", None)
+        assert len(reads) == (dist.get_rank() == first)
+        reads.clear()
+
+
 BAD = ValueError("bad")
 NO_MEMORY = "Rank 1: MemoryError: no memory was left for it on this host (at 'a step')"
 

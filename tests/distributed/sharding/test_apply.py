@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor, Shard
 
@@ -415,3 +416,18 @@ def test_shards_are_detached_as_torch_does_it() -> None:
     assert whole._version == theirs._version == version + 1
     assert whole.to_local().data_ptr() == parameter.to_local().data_ptr() == local.data_ptr()
     assert torch.ops.aten.detach.default not in DTensor._op_dispatcher._custom_op_handlers
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 0, 3), (4, 5, 6)])
+def test_strides_and_zeros_of_shards_are_torchs(shape: tuple[int, ...]) -> None:
+    size, zeros = torch.Size(shape), torch.ones(3).new_zeros(2, dtype=torch.int32)
+    theirs = torch.empty(3, device="meta", dtype=torch.bfloat16).new_zeros(size)
+    before = _fsdp_param.make_contiguous_strides_for
+    with _torch.cheap_shards():
+        assert _fsdp_param.make_contiguous_strides_for(size) == before(size) == theirs.stride()
+        ours = torch.empty(3, device="meta", dtype=torch.bfloat16).new_zeros(size)
+        assert (ours.shape, ours.stride(), ours.dtype) == (size, theirs.stride(), torch.bfloat16)
+        assert ours.is_meta
+        assert torch.equal(torch.ones(3).new_zeros(2, dtype=torch.int32), zeros)
+    assert _fsdp_param.make_contiguous_strides_for is before
+    assert "new_zeros" not in vars(torch.Tensor)
