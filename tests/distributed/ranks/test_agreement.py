@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -78,6 +79,11 @@ def test_a_rank_that_comes_first_asks_once() -> None:
             Agreement().reach("x", None)
         assert len(reads) == (dist.get_rank() == first)
         reads.clear()
+
+
+def test_a_store_whose_wait_looks_at_intervals_is_polled(tmp_path: Path) -> None:
+    file, tcp = dist.FileStore(str(tmp_path / "store"), 1), dist.TCPStore("127.0.0.1", 0, is_master=True)
+    assert [line.wakes(dist.PrefixStore("a", store)) for store in (file, tcp)] == [False, True]
 
 
 BAD = ValueError("bad")
