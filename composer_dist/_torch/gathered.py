@@ -29,7 +29,7 @@ from composer_dist._torch.sharding import (
     register_gathered,
     register_shards,
 )
-from composer_dist._torch.tensors import while_alive
+from composer_dist._torch.tensors import which_are_true, while_alive
 from composer_dist._torch.unit_hooks import shorten_hooks
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.wording import listed
@@ -155,9 +155,9 @@ class _Versions:
         """Which parameters somebody has changed who found something else than the shard in its place."""
         if self._group.is_unsharded:
             params = self._group.fsdp_params if _Versions.compared else ()
-            checks = [(param, vars(param).pop(_IS_SAME)) for param in params if _IS_SAME in vars(param)]
+            checks = [(param, vars(param).pop(_DIFFERS)) for param in params if _DIFFERS in vars(param)]
             _Versions.compared -= len(checks)
-            if other := [param._param_fqn for param, is_same in checks if not is_same()]:
+            if other := which_are_true({param._param_fqn: differs() for param, differs in checks}):
                 return other
             versions, writes = [one._version for one in self._gathered], self._all_writes(self._gathered)
             if versions != self._now or writes != self._writes:
@@ -179,13 +179,13 @@ class _Versions:
             )
 
 
-_IS_SAME = "_composer_dist_is_same"
+_DIFFERS = "_composer_dist_differs"
 
 
-def compare_later(param: Any, is_same: Callable[[], bool]) -> None:
-    """Refuse the gathered values of an `FSDPParam` that are not the same when they are next used or freed."""
-    _Versions.compared += _IS_SAME not in vars(param)
-    setattr(param, _IS_SAME, is_same)
+def compare_later(param: Any, differs: Callable[[], torch.Tensor | None]) -> None:
+    """Refuse the gathered values of an `FSDPParam` that are others when they are next used or freed."""
+    _Versions.compared += _DIFFERS not in vars(param)
+    setattr(param, _DIFFERS, differs)
 
 
 def refused_parameter(error: RuntimeError) -> tuple[str, bool] | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import finalize
 
@@ -113,6 +113,12 @@ def ddp_ignores(model: nn.Module, names: list[str]) -> Iterator[None]:
         del vars(model)[key]
         if before is not None:
             vars(model)[key] = before
+
+
+@cache
+def synchronizes(kind: type[Any]) -> bool:
+    """Whether modules of a class have flags for whether backward synchronizes their gradients."""
+    return issubclass(kind, (FSDPModule, DistributedDataParallel, ComposableDDP))
 
 
 def gradient_sync_flags(module: nn.Module) -> list[tuple[object, str, bool]]:

@@ -1,10 +1,10 @@
 """Tensors: the parts of DTensors, operations on lists, storages, versions and hooks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakMethod
 
 import torch
@@ -21,6 +21,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 from composer_dist.errors import ParallelismRuntimeError
+
+Key = TypeVar("Key")
 
 # Divides gradients and detects infinities in one pass; torch.amp.GradScaler uses it. Since torch 1.10.
 amp_foreach_non_finite_check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
@@ -45,6 +47,19 @@ def storage_key(tensor: torch.Tensor) -> int:
 def version(tensor: torch.Tensor) -> int:
     """The number of in-place changes of a tensor and of those that share its memory. Since torch 0.4."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def which_are_true(flags: Mapping[Key, torch.Tensor | None]) -> list[Key]:
+    """The keys of booleans `()` that are true, for which this waits once for each of their devices."""
+    by_device: dict[torch.device, dict[Key, torch.Tensor]] = {}
+    for key, flag in flags.items():
+        if flag is not None:
+            by_device.setdefault(flag.device, {})[key] = flag
+    found: list[Key] = []
+    for flags in by_device.values():
+        values = torch.stack([*flags.values()]).tolist()
+        found += [key for key, is_true in zip(flags, values, strict=True) if is_true]
+    return found
 
 
 def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:

@@ -120,9 +120,22 @@ def test_it_never_has_all_logits() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradients_of_gradients_are_refused(reduction: Any) -> None:
     (hidden, weight, _), labels = inputs()
-    loss = chunked_cross_entropy(hidden, weight, labels, reduction=reduction).sum()
+    loss = chunked_cross_entropy(hidden, weight, labels, reduction=reduction, chunk_size=10).sum()
     with pytest.raises(ParallelismRuntimeError, match=r"create_graph=True.*chunked_loss=False"):
         torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+def test_a_loss_in_one_piece_has_gradients_of_gradients() -> None:
+    (hidden, weight, _), labels = inputs()
+    logits = functional.linear(hidden, weight).flatten(0, 1)
+    found = []
+    for loss in (
+        chunked_cross_entropy(hidden, weight, labels),
+        functional.cross_entropy(logits, labels.flatten()),
+    ):
+        (first,) = torch.autograd.grad(loss, hidden, create_graph=True)
+        found += torch.autograd.grad(first.square().sum(), (hidden, weight))
+    torch.testing.assert_close(found[:2], found[2:])
 
 
 @on_ranks(1)

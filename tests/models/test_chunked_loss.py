@@ -96,12 +96,13 @@ def rows() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", in_the_default_run(*FIRST, among=MODES))
-@on_ranks(lambda mode: MODES[mode][0], timeout=120)
-def test_gradients_are_those_of_the_plain_loss(mode: str) -> None:
+@pytest.mark.parametrize("positions", [5, True], ids=["by 5 positions", "in one piece"])
+@on_ranks(lambda mode, positions: MODES[mode][0], timeout=120)
+def test_gradients_are_those_of_the_plain_loss(mode: str, positions: int) -> None:
     """Two steps; a rank's sum over its rows is divided by the number of all ranks' labels."""
     _, build, how = MODES[mode]
     models = []
-    for chunked in (False, 5):
+    for chunked in (False, positions):
         torch.manual_seed(0)
         models.append(HuggingFaceModel(build(), chunked_loss=chunked).train())
     trained = [[one for one in model.parameters() if one.requires_grad] for model in models]
@@ -204,7 +205,7 @@ def test_the_trainer_evaluates_without_logits_that_no_metric_reads(metrics: bool
 def test_plans_know_it() -> None:
     """The largest logits of a traced step: all of them, or those of 1024 positions."""
     estimates = []
-    for chunked in (False, True):
+    for chunked in (False, 1024):
         with torch.device("meta"):
             built = hf.llama(vocab_size=3000, max_position_embeddings=4096)
             model = HuggingFaceModel(built, chunked_loss=chunked).train()

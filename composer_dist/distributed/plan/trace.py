@@ -5,17 +5,20 @@ says, and one forward and backward run. Nothing is computed; Python runs as it w
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from composer_dist import _torch
 from composer_dist.distributed.activations import recompute as activations
+from composer_dist.distributed.context_parallelism.attention import AttentionCall
 from composer_dist.distributed.context_parallelism.traced import traced_part
 from composer_dist.distributed.feature_plan import Rank, StepEvent
 from composer_dist.distributed.plan.decisions import Decisions, Subject
@@ -121,6 +124,8 @@ def trace_step(structure: Structure, plan: Decisions, run: Run, rank: Rank) -> l
     allocations = Allocations(record.note, known, {logits, last - first}, record)
     record.note("begin")
     with mode, torch.device("cpu"), values_unknown(), allocations, ExitStack() as stack:
+        if plan.device_type == "cuda":
+            stack.enter_context(_attention_of_gpus())
 
         def part_of(batch: Any) -> Any:
             return stack.enter_context(traced_part(copied.modules[""], batch, cp)) if cp.size() > 1 else batch
@@ -143,6 +148,30 @@ def trace_step(structure: Structure, plan: Decisions, run: Run, rank: Rank) -> l
             for module in copied.modules.values():
                 _torch.forget_changes(module)
     return [*record.events]  # without the frees of this function's end: gradients live on
+
+
+@contextmanager
+def _attention_of_gpus() -> Iterator[None]:
+    """Inside, attention makes all scores where NVIDIA GPUs have no other kernel for the call.
+
+    For float32 there is one that wants as many heads of keys as of queries, for float64 there is none
+    (torch 2.13, `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`).
+    """
+    before = functional.scaled_dot_product_attention
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        call = AttentionCall(*args, **kwargs)
+        low = torch.is_autocast_enabled("cpu") or call.query.dtype.itemsize < 4
+        grouped = call.enable_gqa and call.query.shape[-3] != call.key.shape[-3]
+        whole = not low and (grouped or call.query.dtype is torch.float64)
+        with sdpa_kernel(SDPBackend.MATH) if whole else nullcontext():
+            return call.make(before)
+
+    functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = before
 
 
 def as_trained(rank: Rank, events: Sequence[StepEvent]) -> Rank:

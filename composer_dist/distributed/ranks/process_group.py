@@ -290,8 +290,7 @@ def _active() -> bool:
 
 
 def _default_device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator if accelerator is not None else torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -339,7 +338,8 @@ def _reduced_tensor(
     if not aliased:
         device = tensor.device if served else device_of_group(group)
         result = result.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
-    dist.all_reduce(result, op=_OPERATIONS[op], group=group)
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(result, op=_OPERATIONS[op], group=group)
     if op == "mean":
         result.div_(dist.get_world_size(group), rounding_mode="trunc" if exact else None)
     if not inplace:

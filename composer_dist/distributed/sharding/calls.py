@@ -137,8 +137,8 @@ class Calls:
             self._look_around(module, call, output)
             if call.before is not None and call.before.sums:
                 for name, tensor in _torch.gathered_params(self._params).items():
-                    is_same = functools.partial(call.before.is_same, name, tensor)
-                    _torch.compare_later(self._params[name], is_same)
+                    differs = functools.partial(call.before.differs, name, tensor)
+                    _torch.compare_later(self._params[name], differs)
         # None: it has raised
         return None if output is None or output is call.output else Rejoined().rejoin(call.output, output)
 

@@ -26,18 +26,20 @@ class Before(Generic[Key]):
     def changed(self, tensors: Mapping[Key, Tensor]) -> list[Key]:
         """Which of them are different by now, in place; those that are missing by now are passed over."""
         given = self.data_writes or _torch.wrote_data()
+        compared = {name: self.differs(name, tensors[name]) for name in tensors} if self.sums else {}
+        other = _torch.which_are_true(compared)
         return [
             name
             for name, tensor in tensors.items()
             if self.versions.get(name, 0) != _torch.version(tensor)
             or (given and self.data_writes.get(name, 0) != _torch.data_writes(tensor))
-            or not self.is_same(name, tensor)
+            or name in other
         ]
 
-    def is_same(self, name: Key, tensor: Tensor) -> bool:
-        """Whether the values are the same; also where they are not compared."""
+    def differs(self, name: Key, tensor: Tensor) -> Tensor | None:
+        """A boolean, on the tensor's device: whether its values are others; None if they are not compared."""
         then, now = self.sums.get(name), _sum(tensor) if name in self.sums else None
-        return then is None or now is None or torch.equal(then, now)
+        return None if then is None or now is None else then.ne(now)
 
 
 class Watch:

@@ -283,6 +283,24 @@ def test_offloaded_activations_are_the_hosts_where_the_device_is_another() -> No
         assert kept.peak - moved.peak == (2 * inputs if host else 0)
 
 
+@pytest.mark.parametrize(
+    ("precision", "key_heads", "scores"), [(None, 2, 4), (None, 4, 0), ("amp_bf16", 2, 0)]
+)
+def test_float32_attention_with_grouped_queries_makes_all_scores_on_a_gpu(
+    precision: str | None, key_heads: int, scores: int
+) -> None:
+    """Both layers keep theirs for backward, which makes two more at a time."""
+    found = []
+    for device in ("cpu", "cuda"):
+        with torch.device("meta"):
+            model = llama(num_attention_heads=4, num_key_value_heads=key_heads, max_position_embeddings=512)
+        config = ParallelismConfig(mesh=MeshConfig(device_type=device))
+        plan = plan_parallelism(model, config, world_size=2, precision=precision)
+        found.append(plan.memory((2, 512)).activations)
+    every = 2 * 4 * 512 * 512 * 4
+    assert round((found[1] - found[0]) / every) == scores, (found, every)
+
+
 def test_one_trace_serves_all_estimates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = []
     monkeypatch.setattr(trace, "trace_step", lambda *given: seen.append(given) or trace_step(*given))
