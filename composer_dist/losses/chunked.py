@@ -109,7 +109,7 @@ def chunked_cross_entropy(
 
 def rows_at_a_time(weight: Tensor) -> int:
     """So many that their logits take as much as the weight, and enough to keep a device busy."""
-    return max(1024, weight.shape[-1], _FEW // weight.shape[0])
+    return max(1024, weight.shape[-1], _FEW // max(weight.shape[0], 1))
 
 
 def summed(
@@ -117,7 +117,7 @@ def summed(
 ) -> Tensor:
     """The sum of the losses of rows `(rows, width)`, `size` of them at a time.
 
-    Where these are all rows, autograd does the same in less time and with the same peak.
+    Where these are all rows, autograd does it in less time; not in float16, whose gradients it would lose.
 
     Args:
         loss_of: is called with copies of the parameters that share their memory.
@@ -126,7 +126,9 @@ def summed(
         parameters: all that need a gradient, apart from `hidden`.
         size: rows at a time.
     """
-    if len(hidden) <= size:
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    if len(hidden) <= size and dtype is not torch.float16:
         losses = loss_of(hidden, labels, *parameters)
         return losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
     total: Tensor = _Summed.apply(loss_of, size, torch.is_grad_enabled(), hidden, labels, *parameters)  # type: ignore[no-untyped-call]

@@ -125,6 +125,22 @@ def test_gradients_of_gradients_are_refused(reduction: Any) -> None:
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
+def test_a_loss_scale_does_not_overflow_float16_in_one_piece_either() -> None:
+    (hidden, weight, _), labels = inputs(torch.float32)
+    found = []
+    for scale, enabled in ((2.0**17, True), (1.0, False)):
+        with torch.autocast("cpu", torch.float16, enabled=enabled):
+            loss = chunked_cross_entropy(hidden, weight, labels, reduction="sum")
+        gradients = torch.autograd.grad(loss * scale, (hidden, weight))
+        found.append([one / scale for one in gradients])
+    torch.testing.assert_close(found[0], found[1], rtol=0.01, atol=0.01)
+
+
+def test_no_rows_and_no_classes_have_a_sum_of_zero() -> None:
+    empty, none = torch.zeros(0, 8), torch.zeros(0, dtype=torch.long)
+    assert chunked_cross_entropy(empty, empty, none, reduction="sum") == 0
+
+
 def test_a_loss_in_one_piece_has_gradients_of_gradients() -> None:
     (hidden, weight, _), labels = inputs()
     logits = functional.linear(hidden, weight).flatten(0, 1)

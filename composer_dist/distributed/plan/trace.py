@@ -152,19 +152,12 @@ def trace_step(structure: Structure, plan: Decisions, run: Run, rank: Rank) -> l
 
 @contextmanager
 def _attention_of_gpus() -> Iterator[None]:
-    """Inside, attention makes all scores where NVIDIA GPUs have no other kernel for the call.
-
-    For float32 there is one that wants as many heads of keys as of queries, for float64 there is none
-    (torch 2.13, `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`).
-    """
+    """Inside, attention makes all scores where NVIDIA GPUs have no other kernel for the call."""
     before = functional.scaled_dot_product_attention
 
     def attention(*args: Any, **kwargs: Any) -> Tensor:
         call = AttentionCall(*args, **kwargs)
-        low = torch.is_autocast_enabled("cpu") or call.query.dtype.itemsize < 4
-        grouped = call.enable_gqa and call.query.shape[-3] != call.key.shape[-3]
-        whole = not low and (grouped or call.query.dtype is torch.float64)
-        with sdpa_kernel(SDPBackend.MATH) if whole else nullcontext():
+        with sdpa_kernel(SDPBackend.MATH) if _makes_all_scores(call) else nullcontext():
             return call.make(before)
 
     functional.scaled_dot_product_attention = attention
@@ -172,6 +165,22 @@ def _attention_of_gpus() -> Iterator[None]:
         yield
     finally:
         functional.scaled_dot_product_attention = before
+
+
+def _makes_all_scores(call: AttentionCall) -> bool:
+    """Whether torch 2.13 has no fused kernel, by `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`.
+
+    Flash attention takes half precision and no mask; the memory-efficient kernel, widths in units of 16
+    bytes and as many heads of keys as of queries. In half precision cuDNN's takes the latter.
+    """
+    dtype = call.query.dtype
+    if dtype is torch.float64:
+        return True
+    widths = call.query.shape[-1], call.value.shape[-1]
+    if torch.is_autocast_enabled("cpu") or dtype.itemsize < 4:
+        return call.attn_mask is not None and any(width % 8 for width in widths)
+    grouped = call.enable_gqa and call.query.shape[-3] != call.key.shape[-3]
+    return grouped or any(width % 4 for width in widths)
 
 
 def as_trained(rank: Rank, events: Sequence[StepEvent]) -> Rank:

@@ -101,7 +101,7 @@ def _modules(model: nn.Module) -> list[nn.Module]:
     """`model.modules()`, in a fraction of the time, because microbatches are many."""
     found, seen = [model], {model}
     for module in found:
-        for child in vars(module)["_modules"].values():
+        for child in module._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)
                 found.append(child)

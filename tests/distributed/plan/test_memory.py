@@ -301,6 +301,44 @@ def test_float32_attention_with_grouped_queries_makes_all_scores_on_a_gpu(
     assert round((found[1] - found[0]) / every) == scores, (found, every)
 
 
+class Attending(nn.Module):
+    """One attention of heads of some width, with a mask or without."""
+
+    def __init__(self, width: int, masked: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.proj = nn.Linear(2 * width, 2 * width, dtype=dtype)
+        self.masked = masked
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.proj(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool) if self.masked else None
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads, mask).sum()
+
+
+@pytest.mark.parametrize(
+    ("width", "masked", "dtype", "whole"),
+    [
+        (8, True, torch.float32, False),
+        (6, False, torch.float32, True),
+        (8, False, torch.float64, True),
+        (12, False, torch.bfloat16, False),
+        (12, True, torch.bfloat16, True),
+        (16, True, torch.bfloat16, False),
+    ],
+)
+def test_attention_without_a_fused_kernel_on_a_gpu(
+    width: int, masked: bool, dtype: torch.dtype, whole: bool
+) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        model, batch = Attending(width, masked, dtype), torch.ones(2, 512, 2 * width, dtype=dtype)
+        config = ParallelismConfig(mesh=MeshConfig(device_type=device))
+        found.append(plan_parallelism(model, config, world_size=2).memory(batch).activations)
+    scores = 2 * 2 * 512 * 512 * dtype.itemsize
+    assert (found[1] - found[0] > scores) == whole
+    assert whole or found[1] == found[0]
+
+
 def test_one_trace_serves_all_estimates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = []
     monkeypatch.setattr(trace, "trace_step", lambda *given: seen.append(given) or trace_step(*given))

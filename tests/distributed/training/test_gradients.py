@@ -3,6 +3,8 @@
 import contextlib
 
 import pytest
+import torch
+from torch import nn
 
 from composer_dist.distributed.training.gradients import no_sync
 from tests.kit.gradients import Toy, assert_grads, batch, collectives, flags, loss_of, prepared, reference
@@ -75,3 +77,12 @@ def test_does_nothing_to_a_model_of_one_process() -> None:
     with no_sync(model):
         loss_of(model(batch()[0])).backward()
     assert model.head.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_modules_of_torch_jit_are_passed_over() -> None:
+    """A traced module keeps its children in another place."""
+    model = nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)))
+    with no_sync(model):
+        model(torch.ones(1, 2)).sum().backward()
+    assert all(one.grad is not None for one in model.parameters())
