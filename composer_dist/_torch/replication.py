@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 from weakref import finalize
 
@@ -115,7 +115,7 @@ def ddp_ignores(model: nn.Module, names: list[str]) -> Iterator[None]:
             vars(model)[key] = before
 
 
-@cache
+@lru_cache(1000)  # replicate makes a class for each module
 def synchronizes(kind: type[Any]) -> bool:
     """Whether modules of a class have flags for whether backward synchronizes their gradients."""
     return issubclass(kind, (FSDPModule, DistributedDataParallel, ComposableDDP))

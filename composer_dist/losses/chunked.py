@@ -3,7 +3,8 @@
 At long context the logits are a model's largest tensor: a position takes six bytes or more for each token of
 the vocabulary. Here some positions at a time get their logits, loss and gradients, and the logits are dropped
 (as in Liger Kernel; Hsu et al., 2024, arXiv:2410.10989). The gradients are computed in forward, of the sum of
-the losses, and scaled in backward: nothing is computed twice, and small gradients keep their digits.
+the losses, and scaled in backward: nothing is computed twice, and small gradients keep their digits. Rows
+that fit into one piece are left to autograd, except in float16.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from torch.nn import functional
 from composer_dist.errors import Faults, ParallelismRuntimeError
 
 _FEW = 2**25
-"""So many logits are always made at once: 128 MiB of float32."""
+"""So many logits may always be made at once: 128 MiB of float32."""
 LossOf = Callable[..., Tensor]
 """Takes hidden states `(rows, width)`, labels `(rows)` and the parameters; returns losses `(rows)` or their
 sum."""
@@ -55,8 +56,8 @@ def chunked_cross_entropy(
         z_loss: times the square of the logarithm of the softmax's denominator, it is added to each row's loss
             (PaLM; Chowdhery et al., 2022, arXiv:2204.02311).
         label_smoothing: as in torch's.
-        chunk_size: rows at a time; if None, as many as the weight is wide, but at least 1024 and those of
-            2**25 logits.
+        chunk_size: rows at a time; if None, as many as the weight is wide, but at least 1024, and more for
+            few classes, up to 2**25 logits.
 
     Returns:
         A scalar, or losses `(...)`; float32 for inputs of lower precision.

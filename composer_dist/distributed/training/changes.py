@@ -26,7 +26,7 @@ class Before(Generic[Key]):
     def changed(self, tensors: Mapping[Key, Tensor]) -> list[Key]:
         """Which of them are different by now, in place; those that are missing by now are passed over."""
         given = self.data_writes or _torch.wrote_data()
-        compared = {name: self.differs(name, tensors[name]) for name in tensors} if self.sums else {}
+        compared = {name: self.differs(name, one) for name, one in tensors.items()} if self.sums else {}
         other = _torch.which_are_true(compared)
         return [
             name

@@ -81,6 +81,18 @@ def test_numbers_and_containers_are_reduced_and_strings_are_not() -> None:
 
 
 @pytest.mark.promise(4)
+@pytest.mark.parametrize("op", ["mean", "sum", "max"])
+@on_ranks(1)
+def test_a_group_of_one_rank_sends_nothing(op: str) -> None:
+    value = torch.tensor([[1, 2], [3, 4]]).T
+    with mock.patch.object(dist, "all_reduce", side_effect=AssertionError):
+        result = pg.all_reduce(value, op)
+        assert pg.all_reduce(value, op, inplace=True) is value
+    assert torch.equal(result, value)
+    assert result.data_ptr() != value.data_ptr()
+
+
+@pytest.mark.promise(4)
 @on_ranks(4)
 def test_all_reduce_stays_within_its_group() -> None:
     half = dist.get_rank() // 2
