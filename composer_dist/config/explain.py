@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from composer_dist.config.yaml import KeyPath
 
-_WORDS = {"a dictionary": "a mapping", "a boolean": "true, false", "a integer": "an integer"}
 _UNKNOWN = {"extra_forbidden", "unexpected_keyword_argument"}
 _MISSING = {"missing", "missing_argument"}
 _MAPPINGS = {"dict_type", "model_type", "model_attributes_type", "dataclass_type"}
@@ -74,7 +73,8 @@ def _text(errors: Sequence[dict[str, Any]], name: str, known: list[str], hint: C
             case _:
                 text = error["msg"].removeprefix("Input should be ").replace("a valid ", "a ")
                 text = re.split(", unable to|, got a number", text)[0].replace("a int", "an int")
-                expected.append(text.replace("a dictionary", "a mapping").replace("a boolean", "true, false"))
+                text = text.replace("a dictionary", "a mapping")
+                expected += ["true", "false"] if text == "a boolean" else [text]
     if expected:
         *others, last = dict.fromkeys(expected)
         wanted = f"{', '.join(others)} or {last}" if others else last

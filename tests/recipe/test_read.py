@@ -124,7 +124,7 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
         ":6: data.source: 'source' is missing",
         ":8: data.sorce: unknown key 'sorce'. Did you mean 'source'?",
         "'optimizer.lrr=1': optimizer.lrr: unknown key 'lrr'. Did you mean 'lr'?",
-        ":11: optimizer.fused: expected true, false, got 2",
+        ":11: optimizer.fused: expected true or false, got 2",
         ":12: optimizer.lr: expected a number, got 'fast'",
         f":14: trainer.max_duration: '2bax' {NO_DURATION}",
         ":15: trainer.max_epochs: unknown key 'max_epochs'. Here it is trainer.max_duration, such as '3ep', "
