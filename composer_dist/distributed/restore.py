@@ -4,6 +4,7 @@ Classes, attributes, hooks and submodules are compared before and after, so no f
 forgotten. Tensors are left out. What other code has changed since stays as it is.
 """
 
+import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,15 +26,12 @@ _Contents = dict[str | None, dict[Any, Any]]
 
 
 def _held_by(module: nn.Module) -> _Contents:
-    """Its attributes but tensors, under None, and its compared dictionaries that are not empty, by name."""
-    attributes: dict[Any, Any] = {}
-    held: _Contents = {None: attributes}
-    for key, value in vars(module).items():
-        if key not in _REGISTERED:
-            if not isinstance(value, _LEFT_OUT):
-                attributes[key] = value
-        elif value and key in _COMPARED and isinstance(value, dict):  # torch.jit keeps them elsewhere
-            held[key] = dict(value)
+    """Its attributes, under None, and its compared dictionaries that are not empty, by name."""
+    own = vars(module)
+    held: _Contents = {None: own.copy()}
+    for name in _COMPARED:
+        if (value := own.get(name)) and isinstance(value, dict):  # torch.jit keeps them elsewhere
+            held[name] = value.copy()
     return held
 
 
@@ -52,12 +50,21 @@ class _ModuleThen:
     def changes(self, module: nn.Module) -> Iterator[tuple[tuple[str | None, Any], Any, Any]]:
         """What has changed since: the dictionary's name and the key, and what was there before and after."""
         held = _held_by(module)
-        for name in self.held | held:
+        for name in self.held if self.held.keys() == held.keys() else self.held | held:
             was, now = self.held.get(name, {}), held.get(name, {})
-            for key in was | now:
-                then, after = was.get(key, _ABSENT), now.get(key, _ABSENT)
-                if then is not after:
+            if [*was] == [*now] and all(map(operator.is_, was.values(), now.values())):
+                continue
+            different = [key for key, value in now.items() if was.get(key, _ABSENT) is not value]
+            for key in [*(was.keys() - now.keys()), *different]:
+                then, after = _seen(was, key), _seen(now, key)
+                if then is not after and (name is not None or key not in _REGISTERED):
                     yield (name, key), then, after
+
+
+def _seen(held: dict[Any, Any], key: Any) -> Any:
+    """What is held under a key, but tensors and records."""
+    value = held.get(key, _ABSENT)
+    return _ABSENT if isinstance(value, _LEFT_OUT) else value
 
 
 def _copied(known: Prepared | None) -> Prepared | None:
@@ -159,8 +166,8 @@ def changes_noted(model: nn.Module) -> Iterator[None]:
         known.changes = Changes({}, cut)
     noted = known.changes.modules
     for module, was in before.items():
-        one = noted.get(module) or _ModuleChange(was.kind, was.known, type(module))
-        one.now = type(module)
-        one.note(was.changes(module))
-        if one.values or one.hooks or one.kind is not one.now or of(module) is not None:
-            noted[module] = one
+        changes, one = [*was.changes(module)], noted.get(module)
+        if one or changes or type(module) is not was.kind or of(module) is not None:
+            one = noted[module] = one or _ModuleChange(was.kind, was.known, was.kind)
+            one.now = type(module)
+            one.note(changes)

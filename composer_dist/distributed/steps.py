@@ -283,7 +283,7 @@ def sync_module_states(model: nn.Module, full_state_dict: Mapping[str, torch.Ten
     agreement = Agreement(mesh.ranks)
     first = agreement.ranks[0]
     sources: dict[str, torch.Tensor] = {}
-    agreement.reach("the model", structure.digest(), _check_same)
+    agreement.reach("the model", structure.digest, _check_same)
     with agreement.together("rank 0's state"):
         if agreement.rank == first:
             sources = {name: _find(held, full_state_dict) for name, held in structure.tensors.items()}

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from reprlib import repr
-from typing import Any
 
 import torch
 
@@ -90,18 +89,25 @@ class Index:
         entries = {n: [e.file, dtype_name(e.dtype), e.shape, e.offset] for n, e in self.entries.items()}
         pieces = {n: [shape, dtype_name(dtype), at] for n, (shape, dtype, at) in (self.pieces or {}).items()}
         text = json.dumps([self.root, self.files, entries, pieces])
-        return base64.b85encode(zlib.compress(text.encode())).decode()
+        return base64.b64encode(zlib.compress(text.encode())).decode()
 
     @classmethod
     def unpack(cls, packed: str) -> Index:
         """The inverse of `pack`, without `header_bytes`."""
-        root, files, entries, pieces = with_tuples(json.loads(zlib.decompress(base64.b85decode(packed))))
+        root, files, entries, pieces = json.loads(zlib.decompress(base64.b64decode(packed)))
         found = {
-            name: Entry(file, dtype_named(dtype), shape, offset)
+            name: Entry(file, dtype_named(dtype), tuple(shape), offset)
             for name, (file, dtype, shape, offset) in entries.items()
         }
-        parts = {name: (shape, dtype_named(dtype), list(at)) for name, (shape, dtype, at) in pieces.items()}
-        return cls(root, files, found, pieces=parts or None)
+        joined = {
+            name: (
+                tuple(shape),
+                dtype_named(dtype),
+                [(tuple(at), tuple(step), one) for at, step, one in parts],
+            )
+            for name, (shape, dtype, parts) in pieces.items()
+        }
+        return cls(root, tuple(map(tuple, files)), found, pieces=joined or None)
 
 
 def read_text(path: Path) -> bytes:
@@ -167,13 +173,6 @@ def check_inside(directory: Path, names: Iterable[str]) -> None:
             )
         if real.exists() and not real.is_file():
             raise CheckpointValueError(f"{directory / name} is not a regular file.")
-
-
-def with_tuples(value: Any) -> Any:
-    """A value from JSON with tuples in place of lists."""
-    if isinstance(value, dict):
-        return {key: with_tuples(one) for key, one in value.items()}
-    return tuple(map(with_tuples, value)) if isinstance(value, list) else value
 
 
 def dtype_named(name: str, source: str = "The checkpoint") -> torch.dtype:

@@ -74,10 +74,13 @@ def transformers_models(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def transformers_owner(name: str, modules: Mapping[str, nn.Module]) -> Any:
-    """The innermost transformers model that is or contains the module `name`, or None."""
-    around = (modules.get(above) for above in ancestors(name))
-    return next((module for module in around if is_a(module, "PreTrainedModel")), None)
+def transformers_owners(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """The innermost transformers model that is or contains each module, else None; parents come first."""
+    found: dict[str, Any] = {}
+    for name, module in modules.items():
+        is_one = is_a(module, "PreTrainedModel")
+        found[name] = module if is_one else found.get(name.rpartition(".")[0])
+    return found
 
 
 def architecture_of(structure: Structure, name: str) -> str | None:

@@ -137,6 +137,7 @@ class Structure:
                     found[name].append(held.info)
         return found
 
+    @cached_property
     def digest(self) -> str:
         """A hash of all names, shapes, dtypes, `requires_grad` flags, ties and inner tensors."""
         facts = [describe(held.info) for held in self.tensors.values()]

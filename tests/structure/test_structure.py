@@ -66,7 +66,7 @@ def test_wrappers_do_not_show_in_names() -> None:
     assert list(after.tensors) == list(before.tensors)
     assert list(after.modules) == list(before.modules)
     assert after.modules["layers.0"] is model.layers[0]
-    assert after.digest() == before.digest()
+    assert after.digest == before.digest
 
 
 def test_the_digest_sees_names_shapes_dtypes_freezing_and_ties() -> None:
@@ -77,7 +77,7 @@ def test_the_digest_sees_names_shapes_dtypes_freezing_and_ties() -> None:
                 model.head = nn.Linear(8, 16, bias=False)
         model.to(changes.get("dtype", torch.float32))  # type: ignore[arg-type]
         model.norm.requires_grad_(not changes.get("frozen"))
-        return read_structure(model).digest()
+        return read_structure(model).digest
 
     digests = [digest(), digest(tied=True), digest(dtype=torch.bfloat16), digest(frozen=True)]
     assert len(set(digests)) == 4

@@ -69,7 +69,7 @@ def build_plan(structure: Structure, request: Request, sizes: Mapping[str, int])
         mesh=sizes,
         device_type=request.device_type,
         own_mesh=own,
-        structure=structure.digest(),
+        structure=structure.digest,
         modules=dict(_module_plans(structure, whole)),
         plain=whole.plain,
         ties=tuple(h.info.names for h in structure.parameters.values() if len(h.info.names) > 1),

@@ -227,9 +227,9 @@ class ParallelPlan(Decisions):
 
 def check_plan(plan: ParallelPlan, structure: Structure) -> ParallelPlan:
     """A ready plan; one that was made for another structure is refused."""
-    if plan.structure != structure.digest():
+    if plan.structure != structure.digest:
         raise ParallelismValueError(
             f"The plan was made for a model with structure {plan.structure}, but this one has "
-            f"{structure.digest()}: names, shapes, dtypes, frozen parameters or ties differ. Plan this model."
+            f"{structure.digest}: names, shapes, dtypes, frozen parameters or ties differ. Plan this model."
         )
     return plan

@@ -118,7 +118,7 @@ class Pretrained:
             read = index.header_bytes
             return [index.pack(), [astuple(file) for file in stored]]
 
-        post = [structure.digest(), here.name if here.is_file() else ""]
+        post = [structure.digest, here.name if here.is_file() else ""]
         found = agreement.reach("the checkpoint's headers", post, decide)
         if found is None:
             return None

@@ -27,7 +27,7 @@ from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.weights.draw import Fills, draw, fills_of
 from composer_dist.distributed.weights.trace import Initializer, random_state_kept, seed_all, trace
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-from composer_dist.structure.families import original_classes, transformers_owner
+from composer_dist.structure.families import original_classes, transformers_owners
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.select import inherited
 from composer_dist.structure.structure import Structure, read_structure
@@ -201,7 +201,7 @@ def _find_initializers(
     modules = structure.modules
     bare = {owner for name in needed for owner in structure.tensors[name].info.owners}
     concerned = {above for owner in bare for above in ancestors(owner)}
-    functions, seen = inherited(modules, "param_init_fn"), set[int]()
+    functions, owners, seen = inherited(modules, "param_init_fn"), transformers_owners(modules), set[int]()
     layers = {name: getattr(module, "adapter_layer_names", None) for name, module in modules.items()}
     tuners = {name: keys for name, keys in layers.items() if keys is not None}
     for name in _post_order(modules):
@@ -210,7 +210,7 @@ def _find_initializers(
             continue
         seen.add(id(module))
         own = param_init_fn or functions[name]
-        hugging_face = None if own else transformers_owner(name, modules)
+        hugging_face = None if own else owners[name]
         if own is not None:
             if name in bare:
                 yield Initializer(name, "param_init_fn", partial(own, module))

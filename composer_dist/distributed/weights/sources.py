@@ -59,7 +59,7 @@ def decide_sources(
     """
     on_meta = [name for name, held in structure.tensors.items() if held.get().is_meta]
     mine: dict[str, Any] = {
-        "structure": structure.digest(),
+        "structure": structure.digest,
         "plan": plan.digest(),
         "meta": "all" if len(on_meta) == len(structure.tensors) else on_meta,
         "seed": torch.initial_seed(),
