@@ -50,12 +50,11 @@ class _ModuleThen:
     def changes(self, module: nn.Module) -> Iterator[tuple[tuple[str | None, Any], Any, Any]]:
         """What has changed since: the dictionary's name and the key, and what was there before and after."""
         held = _held_by(module)
-        for name in self.held if self.held.keys() == held.keys() else self.held | held:
+        for name in self.held | held:
             was, now = self.held.get(name, {}), held.get(name, {})
             if [*was] == [*now] and all(map(operator.is_, was.values(), now.values())):
                 continue
-            different = [key for key, value in now.items() if was.get(key, _ABSENT) is not value]
-            for key in [*(was.keys() - now.keys()), *different]:
+            for key in [key for key in was | now if was.get(key, _ABSENT) is not now.get(key, _ABSENT)]:
                 then, after = _seen(was, key), _seen(now, key)
                 if then is not after and (name is not None or key not in _REGISTERED):
                     yield (name, key), then, after
