@@ -31,7 +31,7 @@ def _held_by(module: nn.Module) -> _Contents:
     held: _Contents = {None: own.copy()}
     for name in _COMPARED:
         if (value := own.get(name)) and isinstance(value, dict):  # torch.jit keeps them elsewhere
-            held[name] = value.copy()
+            held[name] = dict(value)
     return held
 
 

@@ -58,14 +58,14 @@ def trace(structure: Structure, initializers: list[Initializer], watched: bool =
             _torch.all_initializers_write(),
             recorder,
             _Escapes(recorder),
-            torch.device("meta"),
         ):
             drawn = _other_states()
             for initializer in initializers:
                 mine = below.get(initializer.module, [])
                 recorder.start()
                 try:
-                    initializer.run()
+                    with torch.device("meta"):  # anew, because an initializer may set the default device
+                        initializer.run()
                 except Exception as error:
                     if not (recorder.lacked_values or isinstance(error, NotImplementedError)):
                         raise
