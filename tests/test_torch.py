@@ -47,7 +47,6 @@ FEATURES = {
     "torch._foreach_mul_": "clip_grad_norm",
     "torch._foreach_norm": "clip_grad_norm",
     "torch.utils._python_dispatch.TorchDispatchMode": "tracing initializers",
-    "torch._C.DisableTorchFunction": "tracing initializers",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "tensors cut by users, saved",
     "torch._subclasses.fake_tensor": "plan.memory()",
     "torch._subclasses.fake_tensor.FakeTensorMode": "single files read in slices",

@@ -19,9 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate
 # The mode that intercepts operations, with which initializers are traced. Since torch 1.13.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-# Inside, functions of torch are called without the modes that watch them. Since torch 2.0.
-functions_unwatched = torch._C.DisableTorchFunction
-
 
 def attention_on_cpus() -> tuple[Any, Any]:
     """Forward and backward; torch.utils.flop_counter has no formulas for them. Since torch 2.2."""

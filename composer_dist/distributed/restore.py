@@ -4,7 +4,6 @@ Classes, attributes, hooks and submodules are compared before and after, so no f
 forgotten. Tensors are left out. What other code has changed since stays as it is.
 """
 
-import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -52,18 +51,17 @@ class _ModuleThen:
         held = _held_by(module)
         for name in self.held | held:
             was, now = self.held.get(name, {}), held.get(name, {})
-            if [*was] == [*now] and all(map(operator.is_, was.values(), now.values())):
-                continue
-            for key in [key for key in was | now if was.get(key, _ABSENT) is not now.get(key, _ABSENT)]:
-                then, after = _seen(was, key), _seen(now, key)
-                if then is not after and (name is not None or key not in _REGISTERED):
+            for key in was | now:
+                then, after = was.get(key, _ABSENT), now.get(key, _ABSENT)
+                if then is not after and name is None:
+                    then, after = _attribute(key, then), _attribute(key, after)
+                if then is not after:
                     yield (name, key), then, after
 
 
-def _seen(held: dict[Any, Any], key: Any) -> Any:
-    """What is held under a key, but tensors and records."""
-    value = held.get(key, _ABSENT)
-    return _ABSENT if isinstance(value, _LEFT_OUT) else value
+def _attribute(key: str, value: Any) -> Any:
+    """The value of an attribute that is compared; tensors, records and torch's dictionaries are not."""
+    return _ABSENT if key in _REGISTERED or isinstance(value, _LEFT_OUT) else value
 
 
 def _copied(known: Prepared | None) -> Prepared | None:
@@ -165,8 +163,8 @@ def changes_noted(model: nn.Module) -> Iterator[None]:
         known.changes = Changes({}, cut)
     noted = known.changes.modules
     for module, was in before.items():
-        changes, one = [*was.changes(module)], noted.get(module)
-        if one or changes or type(module) is not was.kind or of(module) is not None:
-            one = noted[module] = one or _ModuleChange(was.kind, was.known, was.kind)
-            one.now = type(module)
-            one.note(changes)
+        one = noted.get(module) or _ModuleChange(was.kind, was.known, type(module))
+        one.now = type(module)
+        one.note(was.changes(module))
+        if one.values or one.hooks or one.kind is not one.now or of(module) is not None:
+            noted[module] = one

@@ -25,9 +25,6 @@ def without_adapters(structure: Structure) -> dict[str, tuple[str, bool]]:
     Returns:
         Name to (plain name, whether this tensor is a copy that peft made to train it).
     """
-    kinds = "PeftModel", "BaseTuner", "BaseTunerLayer", "AuxiliaryTrainingWrapper"
-    if not any(is_a(module, *kinds) for module in structure.modules.values()):
-        return {name: (name, False) for held in structure.tensors.values() for name in held.info.names}
     found: dict[str, tuple[str, bool]] = {}
     known: dict[str, tuple[str, bool] | None] = {"": ("", False)}
     for held in structure.tensors.values():

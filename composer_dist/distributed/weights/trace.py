@@ -45,37 +45,37 @@ def trace(structure: Structure, initializers: list[Initializer], watched: bool =
         for owner in held.info.owners:
             for above in ancestors(owner):
                 below.setdefault(above, []).append(name)
-    recorder = _Recorder()
+    kept: list[torch.Tensor] = []  # alive to the end, so that no other storage takes their address
     try:
-        for name, held in structure.tensors.items():
+        for held in structure.tensors.values():
             shadow = torch.empty(held.info.shape, dtype=held.info.dtype, device="meta")
-            recorder.know(name, shadow)
+            kept.append(shadow)
             is_parameter = held.info.kind == "parameter"
             held.put(nn.Parameter(shadow, held.info.requires_grad) if is_parameter else shadow)
-        with (
-            random_state_kept(torch.device("cpu")),
-            torch.no_grad(),
-            _torch.all_initializers_write(),
-            recorder,
-            _Escapes(recorder),
-        ):
+        recorder = _Recorder(
+            {_torch.storage_key(held.get()): name for name, held in structure.tensors.items()}
+        )
+        with random_state_kept(torch.device("cpu")), torch.no_grad(), _torch.all_initializers_write():
             drawn = _other_states()
             for initializer in initializers:
                 mine = below.get(initializer.module, [])
                 recorder.start()
                 try:
-                    with torch.device("meta"):  # anew, because an initializer may set the default device
+                    with recorder, _Escapes(recorder), torch.device("meta"):
                         initializer.run()
                 except Exception as error:
                     if not (recorder.lacked_values or isinstance(error, NotImplementedError)):
                         raise
                     recorder.writes.update(mine)  # it looks at values, so it may do anything to its own
                     recorder.program = None
-                with _torch.functions_unwatched():
-                    for name in mine:
-                        if recorder.know(name, structure.tensors[name].get()):
-                            recorder.writes.add(name)
-                            recorder.program = None
+                for name in mine:
+                    now = structure.tensors[name].get()
+                    key = _torch.storage_key(now)
+                    if recorder.names.get(key) != name:  # rebound to another tensor or storage
+                        recorder.writes.add(name)
+                        recorder.program = None
+                        recorder.names[key] = name
+                        kept.append(now)
                 _check_ties(structure, mine, initializer)
                 initializer.writes = frozenset(recorder.writes)
                 initializer.touches = frozenset(recorder.writes | recorder.reads)
@@ -102,7 +102,7 @@ def _check_ties(structure: Structure, names: list[str], initializer: Initializer
     """Refuse an initializer that breaks a tie."""
     for name in names:
         held = structure.tensors[name]
-        if len(held.places) > 1 and len({id(place.get()) for place in held.places}) > 1:
+        if len({id(place.get()) for place in held.places}) > 1:
             raise ParallelismValueError(
                 f"The {initializer.label} of {initializer.module or 'the root'} puts a new tensor in one "
                 f"place of {' = '.join(held.info.names)}, which are tied. Let it write into the one there."
@@ -112,21 +112,10 @@ def _check_ties(structure: Structure, names: list[str], initializer: Initializer
 class _Recorder(_torch.TorchDispatchMode):
     """Records which tensors of a model operations write and read, by their storage."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names: dict[int, str] = {}
-        """Name of the tensor of the model that a storage belongs to."""
-        self.kept: list[torch.Tensor] = []
-        """Alive to the end, so that no other storage takes their address."""
+        self.names = names
         self.start()
-
-    def know(self, name: str, tensor: torch.Tensor) -> bool:
-        """Watch the tensor of this name; whether it was another until now, or had another storage."""
-        key = _torch.storage_key(tensor)
-        if is_new := self.names.get(key) != name:
-            self.names[key] = name
-            self.kept.append(tensor)
-        return is_new
 
     def start(self) -> None:
         """Clear the record."""
