@@ -1,6 +1,6 @@
 """Bad input: how it is made, and what must hold while it is read.
 
-`FUZZ=fuzz` in the environment tries 10,000 random cases of each target (`make fuzz`); the default is 150,
+`FUZZ=fuzz` in the environment tries 10,000 random cases of each target (`make fuzz`); the default is 200,
 the same ones in every run.
 """
 
@@ -23,7 +23,7 @@ from composer_dist.errors import ParallelismError
 
 settings.register_profile(
     "few",
-    max_examples=150,
+    max_examples=200,
     derandomize=True,
     database=None,
     deadline=None,
