@@ -320,12 +320,13 @@ def test_collectives_return_new_tensors_and_groups_their_timeout() -> None:
 _MADE = """
 import torch
 from composer_dist import _torch
-assert not _torch.optimizers_were_made()
+assert not _torch.classes_of_optimizers()
 class Mine(torch.optim.SGD):
-    pass
-assert not _torch.optimizers_were_made()
+    def step(self):
+        pass
+assert not _torch.classes_of_optimizers()
 Mine([torch.zeros(1)], lr=1.0)
-assert _torch.optimizers_were_made()
+assert _torch.classes_of_optimizers() == {Mine}
 """
 
 

@@ -78,8 +78,8 @@ def takes_hooks(optimizer: Optimizer) -> bool:
     return "_optimizer_step_pre_hooks" in vars(optimizer)
 
 
-def optimizers_were_made() -> bool:
-    """Whether this process has created any optimizer.
+def classes_of_optimizers() -> set[type[Optimizer]]:
+    """Of which this process has created optimizers; a subclass that takes its `step` from one counts too.
 
     The first object of each class marks the class's `step` (`Optimizer._patch_step_function`, by another name
     before torch 2.0), so no search through all objects is needed. Since torch 1.5.
@@ -87,7 +87,7 @@ def optimizers_were_made() -> bool:
     kinds = [Optimizer]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    return any(getattr(kind.step, "hooked", False) for kind in kinds)
+    return {kind for kind in kinds if getattr(kind.step, "hooked", False)}
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -27,10 +27,9 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import parallelize_model, sampler_kwargs
-from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.errors import ParallelismError
 from tests.kit import world
-from tests.kit.compare import full
+from tests.kit.compare import weights
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Full backward hook is firing"), pytest.mark.promise(104)]
 
@@ -1042,7 +1041,7 @@ def _train(case: type[Net], options: dict[str, Any] | None, precision: str | Non
             dist.all_reduce(total)
             total /= dist.get_world_size()
         losses.append(total)
-    return losses, {name: full(p).float() for name, p in named_parameters_canonical(model)}
+    return losses, {name: value.float() for name, value in weights(model).items()}
 
 
 def _call(model: nn.Module, name: str, *args: Any) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from composer_dist.distributed import parallelize_model
 from composer_dist.structure.structure import read_structure
-from tests.kit.compare import full
+from tests.kit.compare import full_each
 from tests.kit.world import run
 from tests.zoo import toy
 
@@ -54,19 +54,20 @@ def prepared_equals_unsharded(name: str) -> int:
 
 def pairs(reference: torch.nn.Module, model: torch.nn.Module):
     """Name, expected value and found value of every tensor."""
-    found = read_structure(model).tensors
+    found = full_each({name: held.get() for name, held in read_structure(model).tensors.items()})
     for name, held in read_structure(reference).tensors.items():
-        yield name, held.get().detach(), full(found[name].get())
+        yield name, held.get().detach(), found[name]
 
 
 def gradients(reference: torch.nn.Module, model: torch.nn.Module):
     """Name, expected and found gradient of every parameter; none counts as zero."""
-    found = read_structure(model).parameters
+    found = {name: held.get().grad for name, held in read_structure(model).parameters.items()}
+    found = full_each({name: grad for name, grad in found.items() if grad is not None})
     for name, held in read_structure(reference).parameters.items():
-        expected, other = held.get().grad, found[name].get().grad
-        if (expected is not None or other is not None) and 0 not in held.info.shape:
+        expected = held.get().grad
+        if (expected is not None or name in found) and 0 not in held.info.shape:
             zero = torch.zeros(held.info.shape)
-            yield name, zero if expected is None else expected, zero if other is None else full(other)
+            yield name, zero if expected is None else expected, found.get(name, zero)
 
 
 @pytest.mark.parametrize("name", [*toy.FAST, *(pytest.param(name, marks=pytest.mark.zoo) for name in REST)])

@@ -187,17 +187,16 @@ def forgotten_optimizers(optimizers: Sequence[Optimizer], structure: Structure) 
 
     They would update the old parameters. They are found by the garbage collector, so some may be unused.
     """
-    if not _torch.optimizers_were_made():
+    if not (kinds := _torch.classes_of_optimizers()):
         return []
     names = names_by_id(structure)
     known = {id(one) for optimizer in optimizers for one in [optimizer, *inner_optimizers(optimizer)]}
     known |= {
         id(optimizer.param_groups) for optimizer in optimizers
     }  # of Lightning's and accelerate's wrappers
-    things = gc.get_objects()
-    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, Optimizer)}  # a million objects
     found = []
-    for thing in [thing for thing in things if type(thing) in kinds] if kinds else ():
+    # Objects refer to their classes. Asking for that takes a third of what looking at all types would take.
+    for thing in [one for one in gc.get_referrers(*kinds) if type(one) in kinds]:
         held = [p for group in thing.param_groups for p in group["params"] if id(p) in names]
         if held and not known & {id(thing), id(thing.param_groups)}:
             found.append(

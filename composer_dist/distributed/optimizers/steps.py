@@ -115,19 +115,24 @@ def _check_apart(model: nn.Module, held: Mapping[int, Tensor]) -> None:
 
     An optimizer that holds some of `model` too does the same steps on all ranks, so they can compare.
     """
-    models = [one for there, _ in _former if (one := there()) is not None]
-    known = {id(parameter) for one in models for parameter in one.parameters()}
-    apart = [one for key, one in held.items() if key not in known and one.requires_grad]
-    apart = [one for one in apart if not isinstance(one, DTensor)]
+    apart = {key: one for key, one in held.items() if one.requires_grad and not isinstance(one, DTensor)}
     mesh = None if (known_as := of(model)) is None else known_as.mesh
     if not apart or mesh is None or held.keys().isdisjoint(map(id, model.parameters())):
         return
-    mine = torch.tensor([0 if p.grad is None else fingerprint(p.grad.to_dense()) >> 1 for p in apart])
+    for there, _ in _former:
+        if (prepared := there()) is not None:
+            for parameter in prepared.parameters():
+                apart.pop(id(parameter), None)
+    if not apart:
+        return
+    grads = [one.grad for one in apart.values()]
+    mine = torch.tensor([0 if grad is None else fingerprint(grad.to_dense()) >> 1 for grad in grads])
     extremes = torch.stack([mine, -mine])
     for group in groups_of(mesh.fsdp) if mesh.fsdp else ():
         extremes = extremes.to(device_for_facts(group))
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
-    if differ := [tuple(p.shape) for p, total in zip(apart, extremes.sum(0).tolist(), strict=True) if total]:
+    totals = extremes.sum(0).tolist()
+    if differ := [tuple(p.shape) for p, total in zip(apart.values(), totals, strict=True) if total]:
         raise ParallelismRuntimeError(
             f"The optimizer holds {len(differ)} parameters of no prepared model, the first of shape "
             f"{differ[0]}, whose gradients nobody averages: they differ between the ranks. Make their module "

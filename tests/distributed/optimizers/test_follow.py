@@ -23,7 +23,7 @@ from composer_dist.distributed import parallelize_model, plan_parallelism
 from composer_dist.distributed.optimizers.check import check_optimizers, forgotten_optimizers
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.structure.structure import read_structure
-from tests.kit.compare import close, fails, fails_alike, full, same, values
+from tests.kit.compare import close, fails, fails_alike, full_each, same, values
 from tests.kit.grids import in_the_default_run, slow
 from tests.kit.meshes import config
 from tests.kit.toy import Toy, built, tokens, train, trainable
@@ -60,11 +60,13 @@ def start(name: str = "AdamW", device: str = "cpu") -> tuple[Any, Optimizer]:
 
 def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     names = {p: name for name, p in model.named_parameters()}
-    return {
-        f"{names[p]}/{key}": full(torch.as_tensor(value))
-        for p, state in optimizer.state.items()
-        for key, value in state.items()
-    }
+    return full_each(
+        {
+            f"{names[p]}/{key}": torch.as_tensor(value)
+            for p, state in optimizer.state.items()
+            for key, value in state.items()
+        }
+    )
 
 
 def refused(model: nn.Module, optimizer: Any, *texts: str, **options: Any) -> None:
@@ -401,7 +403,7 @@ def test_state_follows_sync() -> None:
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return full_each({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
 @on_ranks(2)
