@@ -48,6 +48,11 @@ def near_miss(name: str, candidates: Collection[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def no_strategy(name: str, known: Collection[str]) -> str:
+    """What is said about the name of a strategy that does not exist."""
+    return f"There is no strategy {name!r}; valid names: {', '.join(sorted(known))}.{near_miss(name, known)}"
+
+
 def dtype_name(dtype: object) -> str:
     """A dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")

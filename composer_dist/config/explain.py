@@ -39,7 +39,7 @@ def explain(
         if any(path != where and path[: len(where)] == where for path in found):
             continue  # what is inside fits one alternative so far, and is told instead
         # A file cannot hold Python objects: mention them only if nothing else was expected.
-        plain = [one for one in errors if one["type"] != "is_instance_of"]
+        plain = [one for one in errors if one["type"] not in ("is_instance_of", "path_type")]
         known = _keys(schema, where[:-1], values)
         name = str(where[-1]) if where else ""
         yield where, _text(plain or errors, name, known, hint)
@@ -67,7 +67,7 @@ def _text(errors: Sequence[dict[str, Any]], name: str, known: list[str], hint: C
                 tag, kinds = context["tag"], context["expected_tags"].replace("'", "").split(", ")
                 said.append(f"unknown kind {tag!r}.{near_miss(tag, kinds)} Valid kinds: {', '.join(kinds)}")
             case "value_error":
-                said.append(str(context["error"]))
+                said.append(str(context["error"]).removesuffix("."))
             case kind if kind in _MAPPINGS:
                 expected.append("a mapping")
             case _:

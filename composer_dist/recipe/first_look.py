@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_dist.recipe import named
-from composer_dist.recipe.outline import mapping_of
+from composer_dist.recipe.outline import mapping_of, strategies
 from composer_dist.recipe.problems import ConfigurationError, Problems
 from composer_dist.recipe.schema import (
     ChatData,
@@ -21,6 +21,7 @@ from composer_dist.recipe.schema import (
 from composer_dist.recipe.source import Document, override, read_document
 from composer_dist.recipe.sources.files import BUILT_IN, chat_template, files_of
 from composer_dist.trainer.arguments import CHECKS
+from composer_dist.wording import no_strategy
 
 
 def read_sections(file: Path, assignments: Sequence[str]) -> tuple[Document, Problems, Run | None]:
@@ -76,6 +77,24 @@ def _check_outline(values: dict[str, Any], problems: Problems) -> None:
                 named.reference(section.removesuffix("s"), known, str(name))
 
 
+def _check_strategy(values: dict[str, Any], problems: Problems) -> None:
+    """The name of a strategy, unless the configuration names code, which may register others."""
+    path, name = ["parallelism"], values.get("parallelism")
+    if isinstance(name, dict):
+        path, name = [*path, "strategy"], name.get("strategy")
+    if isinstance(name, str) and name not in strategies() and not _names_code(values):
+        problems.add(no_strategy(name, strategies()), *path)
+
+
+def _names_code(values: dict[str, Any]) -> bool:
+    """Whether a configuration names anything that is not known by a short name, so that it is imported."""
+    known = {*named.OPTIMIZERS, *named.SCHEDULERS, *named.CALLBACKS, *named.LOGGERS, *named.METRICS}
+    sections = {key: value for key, value in values.items() if isinstance(value, dict)}
+    names = {one.get(key) for one in sections.values() for key in ("name", "collate")} - {None}
+    mappings = (sections.get("callbacks"), sections.get("loggers"), sections.get("model", {}).get("metrics"))
+    return not known.issuperset(names.union(*(one for one in mappings if isinstance(one, dict))))
+
+
 def _near(file: Path) -> str:
     """The sentence about the configuration in the same folder whose name is the closest, if one is close."""
     there = {one.stem: one for one in file.parent.glob("*.y*ml")}
@@ -113,7 +132,8 @@ def faults_at_once(file: Path, assignments: Sequence[str], files: bool = False) 
     Raises:
         ConfigurationError: the file cannot be read, or is not YAML, so that nothing else is known of it.
     """
-    _, problems, run = read_sections(file, assignments)
+    document, problems, run = read_sections(file, assignments)
+    _check_strategy(document.values, problems)
     if files and run is not None:
         _check_files(run.data, file.parent, problems)
     return problems.lines()

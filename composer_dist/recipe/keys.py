@@ -14,6 +14,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticOmit
 
 from composer_dist import DDPConfig, FSDP2Config, MeshConfig, ParallelismConfig, Rule, TPConfig, Trainer
+from composer_dist.config.parallelism import STRATEGIES
 from composer_dist.recipe import named
 from composer_dist.recipe.read import OURS
 from composer_dist.recipe.schema import (
@@ -101,16 +102,46 @@ def json_schema() -> dict[str, Any]:
     }
     configuration: Any = pydantic.create_model("Configuration", __base__=Run, **described)
     found: dict[str, Any] = configuration.model_json_schema(schema_generator=_Lenient)
+    for kinds, limits in LIMITS.items():
+        for kind in kinds.split():
+            properties = found["$defs"][kind]["properties"]
+            for keys, limit in limits.items():
+                for key in properties.keys() & set(keys.split()):
+                    _limit(properties[key], limit)
     found["$defs"]["Trainer"]["required"] = ["max_duration"]
     folder = {"type": "string", "description": "Where checkpoints are written; by default in `out`."}
     found["$defs"]["CheckpointSaver"]["properties"]["folder"] = folder
+    by_name = {"type": "string", "examples": [*STRATEGIES]}
+    found["properties"]["parallelism"]["anyOf"][0] = by_name
     strategy = {
-        "anyOf": [{"type": "string"}, {"type": "null"}],
+        "anyOf": [by_name, {"type": "null"}],
         "description": "One by name, which the other keys change.",
     }
     found["$defs"]["ParallelismConfig"]["properties"]["strategy"] = strategy
     found["$defs"]["Profiler"].pop("required", None)  # its folder is in `out` too
     return {"$schema": GenerateJsonSchema.schema_dialect} | found | {"title": "A run of composer-dist train"}
+
+
+LIMITS: dict[str, dict[str, dict[str, float]]] = {
+    "AdamW Adam SGD Adagrad RMSprop": {
+        "lr weight_decay eps momentum alpha lr_decay initial_accumulator_value": {"minimum": 0},
+        "betas": {"minimum": 0, "exclusiveMaximum": 1},
+    },
+    "OneCycleLR": {"max_lr": {"minimum": 0}, "pct_start": {"minimum": 0, "maximum": 1}},
+    "CheckpointSaver": {"keep save_top_k": {"exclusiveMinimum": 0}},
+    "GradientClipping": {"norm norm_type value": {"exclusiveMinimum": 0}},
+    "Trainer": {"gradient_clipping": {"exclusiveMinimum": 0}},
+}
+"""Of numbers, as the classes themselves check them; those of the first look at a configuration."""
+
+
+def _limit(schema: dict[str, Any], limit: dict[str, float]) -> None:
+    """Limit the numbers that a part of the schema describes."""
+    if schema.get("type") in ("number", "integer"):
+        schema.update(limit)
+    for inner in (*schema.get("anyOf", ()), *schema.get("prefixItems", ()), schema.get("items")):
+        if isinstance(inner, dict):
+            _limit(inner, limit)
 
 
 _WRITTEN_AS_STRINGS = frozenset({"Time", "Precision", "device", "Path", "PathLike"})

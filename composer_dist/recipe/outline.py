@@ -28,6 +28,10 @@ _SIMPLE: Mapping[str, Any] = {
 }
 
 
+_LIMITS = {"minimum": "ge", "maximum": "le", "exclusiveMinimum": "gt", "exclusiveMaximum": "lt"}
+"""Of numbers, in the schema's words and in pydantic's."""
+
+
 @cache
 def _schema() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(SCHEMA.read_text())
@@ -37,6 +41,12 @@ def _schema() -> dict[str, Any]:
 def names_of(*kinds: str) -> set[str]:
     """The keys of mappings by their names in the schema, such as "Trainer"."""
     return {name for kind in kinds for name in _schema()["$defs"][kind]["properties"]}
+
+
+def strategies() -> list[str]:
+    """The names of strategies that exist without any code of the user's."""
+    found: list[str] = _schema()["properties"]["parallelism"]["anyOf"][0]["examples"]
+    return found
 
 
 def mapping_of(section: str, name: str | None = None) -> Any:
@@ -69,7 +79,8 @@ def _type(schema: Mapping[str, Any]) -> Any:
         case {"type": "object", "additionalProperties": dict(values)}:
             return GenericAlias(dict, (str, _type(values)))
         case {"type": kind}:
-            return _SIMPLE[kind]
+            limits = {name: schema[key] for key, name in _LIMITS.items() if key in schema}
+            return Annotated[_SIMPLE[kind], pydantic.Field(**limits)] if limits else _SIMPLE[kind]
     return Any
 
 

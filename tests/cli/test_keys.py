@@ -1,16 +1,22 @@
 """`composer-dist keys` and `composer-dist schema`."""
 
+import inspect
+import itertools
 import json
+from functools import partial
 from typing import Any
 
 import jsonschema
 import pytest
+import torch
+from torch.optim.lr_scheduler import OneCycleLR
 from typer.testing import CliRunner
 
 from composer_dist.cli.commands import app
 from composer_dist.cli.init import PRESETS
 from composer_dist.config.yaml import parse
-from composer_dist.recipe.keys import sections
+from composer_dist.recipe.keys import LIMITS, sections
+from composer_dist.trainer import CheckpointSaver, GradientClipping
 
 pytestmark = pytest.mark.promise(110)
 
@@ -32,6 +38,35 @@ def test_every_key_has_a_type_and_a_default() -> None:
     assert found["callbacks.early_stopping"]["monitor"].default == "required"
     silent = [key for key, entry in (found["trainer"] | found["checkpoints"]).items() if not entry.text]
     assert silent == []
+
+
+BEYOND = {"minimum": -1.0, "maximum": 2.0, "exclusiveMinimum": 0, "exclusiveMaximum": 1.0}
+OPTIMIZERS = "AdamW Adam SGD Adagrad RMSprop"
+
+
+@pytest.mark.parametrize("kind", [getattr(torch.optim, name) for name in OPTIMIZERS.split()])
+def test_limits_of_optimizers_are_those_of_torch(kind: Any) -> None:
+    arguments = inspect.signature(kind).parameters.keys()
+    for keys, limit in LIMITS[OPTIMIZERS].items():
+        for bound, key in itertools.product(limit, arguments & set(keys.split())):
+            with pytest.raises(ValueError, match=r"[Ii]nvalid"):
+                kind([torch.zeros(1)], **{key: (0.5, BEYOND[bound]) if key == "betas" else BEYOND[bound]})
+            kind([torch.zeros(1)], **{key: (0.0, 0.5) if key == "betas" else 0.0})
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "keys"),
+    [
+        (partial(CheckpointSaver, "folder", monitor="loss"), "CheckpointSaver", "keep save_top_k"),
+        (partial(GradientClipping, norm=1.0), "GradientClipping", "norm norm_type value"),
+        (partial(OneCycleLR, torch.optim.SGD([torch.zeros(1)]), 1.0, 10), "OneCycleLR", "pct_start"),
+    ],
+)
+def test_other_limits_are_those_of_the_classes(make: Any, kind: str, keys: str) -> None:
+    for bound, key in itertools.product(LIMITS[kind][keys], keys.split()):
+        with pytest.raises(ValueError, match=key):
+            make(**{key: BEYOND[bound]})
+        make(**{key: 0.5 if kind == "OneCycleLR" else 1})
 
 
 def test_one_section_is_shown_and_an_unknown_one_names_the_others() -> None:

@@ -71,7 +71,11 @@ def refused(preset: str, *overrides: str) -> str:
             ["model.config={model_type: gpt2, n_layer: 1, n_positions: 32}"],
             "data.context is 128, but transformer.wpe has only 32 positions: lower data.context",
         ),
-        ("pretrain", ["optimizer.lr=-1"], "optimizer 'adamw': Invalid learning rate: -1"),
+        (
+            "pretrain",
+            ["optimizer={name: sgd, nesterov: true}"],
+            "optimizer 'sgd': Nesterov momentum requires a momentum and zero dampening",
+        ),
         ("pretrain", ["data.source=[]"], "The text is empty"),
         (
             "lora",

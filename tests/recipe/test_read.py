@@ -118,11 +118,12 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
         "print(*faults_at_once(Path(sys.argv[1]), sys.argv[2:]), sep='\\n')"
     )
     command = [sys.executable, "-c", code]
-    overrides = ["sed=3", "optimizer.lrr=1"]
+    overrides = ["sed=3", "optimizer.lrr=1", "optimizer.betas=[0.9, 1]", "checkpoints.keep=0"]
     told = subprocess.run([*command, file, *overrides], capture_output=True, text=True, check=True).stdout
     assert [line.removeprefix(str(file)) for line in told.splitlines()] == [
         ":6: data.source: 'source' is missing",
         ":8: data.sorce: unknown key 'sorce'. Did you mean 'source'?",
+        "'optimizer.betas=[0.9, 1]': optimizer.betas.1: expected less than 1, got 1",
         "'optimizer.lrr=1': optimizer.lrr: unknown key 'lrr'. Did you mean 'lr'?",
         ":11: optimizer.fused: expected true or false, got 2",
         ":12: optimizer.lr: expected a number, got 'fast'",
@@ -137,6 +138,7 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
         ":19: callbacks.ema.half_lif: unknown key 'half_lif'. Did you mean 'half_life'?",
         f":19: callbacks.emma: There is no callback 'emma'. Did you mean 'ema'? Valid names: "
         f"{', '.join(CALLBACKS)}, or any class as package.module.Name or file.py:Name",
+        "'checkpoints.keep=0': checkpoints.keep: expected greater than 0, got 0",
         ":20: checkpoints.intervl: unknown key 'intervl'. Did you mean 'interval'?",
         ":21: parallelism.mesh.tp: expected an integer, got 'x'",
         f":22: scheduler.t_warmup: '5bax' {NO_DURATION}",
@@ -306,7 +308,27 @@ def test_a_strategy_is_named_in_the_file_or_on_the_command_line(
     assert named.parallelism.activation_checkpointing is True
     register_strategy("two_by_two", {"mesh": {"dp_replicate": 2, "dp_shard": 2}})
     assert read_configuration(file, ["parallelism=two_by_two"]).parallelism.mesh.sizes()["dp_replicate"] == 2
-    assert "valid names: ddp, ddp_find_unused" in problems(file, "parallelism=zero3")[0]
+    with pytest.raises(ConfigurationError, match="valid names: ddp, ddp_find_unused.*, tp, two_by_two"):
+        read_configuration(file, ["parallelism=zero3"])
+
+
+def test_an_unknown_strategy_is_told_at_once_unless_code_may_register_it(write: Write) -> None:
+    file = write(GOOD)
+    for typed, place in (("parallelism=fsdpp", ""), ("parallelism={strategy: fsdpp}", ".strategy")):
+        (told,) = faults_at_once(file, [typed])
+        assert told == problems(file, typed)[0]
+        assert told.startswith(
+            f"{typed!r}: parallelism{place}: There is no strategy 'fsdpp'; valid names: ddp"
+        )
+        assert told.endswith("tp. Did you mean 'fsdp'?")
+    for code in (
+        "callbacks={mine.py:Shown: {}}",
+        "callbacks={of_a_package: {}}",
+        "optimizer.name=mine.Adam",
+        "model.metrics={mine.py:Metric: {}}",
+        "data.collate=mine.py:collate",
+    ):
+        assert not any("strategy" in one for one in faults_at_once(file, ["parallelism=fsdpp", code]))
 
 
 def test_functions_and_modules_of_a_file_beside_the_configuration(write: Write, tmp_path: Path) -> None:
