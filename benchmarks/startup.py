@@ -45,8 +45,10 @@ FAULTS = (
     "trainer.max_duration=2bax",
     "trainer.hang_timeout=5ba",
     "optimizer.lr=fast",
+    "optimizer.lr=-1",
     "scheduler=cosin",
     "parallelism.mesh.tp=two",
+    "parallelism=fspd",
     "data.source=missing.txt",
 )
 """Overrides with something wrong in them."""

@@ -79,15 +79,16 @@ def takes_hooks(optimizer: Optimizer) -> bool:
 
 
 def classes_of_optimizers() -> set[type[Optimizer]]:
-    """Of which this process has created optimizers; a subclass that takes its `step` from one counts too.
+    """The classes of the optimizers that this process has made, and maybe others; none if it has made none.
 
     The first object of each class marks the class's `step` (`Optimizer._patch_step_function`, by another name
-    before torch 2.0), so no search through all objects is needed. Since torch 1.5.
+    before torch 2.0; since torch 1.5). Classes that are not torch's need not call `Optimizer.__init__`.
     """
     kinds = [Optimizer]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    return {kind for kind in kinds if getattr(kind.step, "hooked", False)}
+    made = {kind for kind in kinds if getattr(kind.step, "hooked", False)}
+    return made and made.union(kind for kind in kinds if not kind.__module__.startswith("torch."))
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -72,6 +72,7 @@ def _text(errors: Sequence[dict[str, Any]], name: str, known: list[str], hint: C
                 expected.append("a mapping")
             case _:
                 text = error["msg"].removeprefix("Input should be ").replace("a valid ", "a ")
+                text = re.sub("^(?=greater|less)", "a number ", text)
                 text = re.split(", unable to|, got a number", text)[0].replace("a int", "an int")
                 text = text.replace("a dictionary", "a mapping")
                 expected += ["true", "false"] if text == "a boolean" else [text]

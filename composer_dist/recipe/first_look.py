@@ -1,5 +1,6 @@
 """The first look at a configuration: its sections, and what is wrong with them, without torch."""
 
+import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -79,20 +80,25 @@ def _check_outline(values: dict[str, Any], problems: Problems) -> None:
 
 def _check_strategy(values: dict[str, Any], problems: Problems) -> None:
     """The name of a strategy, unless the configuration names code, which may register others."""
-    path, name = ["parallelism"], values.get("parallelism")
-    if isinstance(name, dict):
-        path, name = [*path, "strategy"], name.get("strategy")
-    if isinstance(name, str) and name not in strategies() and not _names_code(values):
-        problems.add(no_strategy(name, strategies()), *path)
+    path, value = ["parallelism"], values.get("parallelism")
+    if isinstance(value, dict):
+        path, value = [*path, "strategy"], value.get("strategy")
+    loaded = sys.modules.get("composer_dist.config.parallelism")  # this process may have registered some
+    known = loaded._strategies if loaded else strategies()
+    if isinstance(value, str) and value not in known and not _names_code(values):
+        problems.add(no_strategy(value, known), *path)
 
 
 def _names_code(values: dict[str, Any]) -> bool:
     """Whether a configuration names anything that is not known by a short name, so that it is imported."""
     known = {*named.OPTIMIZERS, *named.SCHEDULERS, *named.CALLBACKS, *named.LOGGERS, *named.METRICS}
-    sections = {key: value for key, value in values.items() if isinstance(value, dict)}
-    names = {one.get(key) for one in sections.values() for key in ("name", "collate")} - {None}
-    mappings = (sections.get("callbacks"), sections.get("loggers"), sections.get("model", {}).get("metrics"))
-    return not known.issuperset(names.union(*(one for one in mappings if isinstance(one, dict))))
+    model, data = values.get("model"), values.get("data")
+    sections = (model, data, values.get("optimizer"), values.get("scheduler"))
+    names = [one.get(key) for one in sections if isinstance(one, dict) for key in ("name", "collate")]
+    metrics = model.get("metrics") if isinstance(model, dict) else None
+    for mapping in (values.get("callbacks"), values.get("loggers"), metrics):
+        names += mapping if isinstance(mapping, dict) else ()
+    return any(name not in known for name in names if isinstance(name, str))
 
 
 def _near(file: Path) -> str:

@@ -132,7 +132,7 @@ LIMITS: dict[str, dict[str, dict[str, float]]] = {
     "GradientClipping": {"norm norm_type value": {"exclusiveMinimum": 0}},
     "Trainer": {"gradient_clipping": {"exclusiveMinimum": 0}},
 }
-"""Of numbers, as the classes themselves check them; those of the first look at a configuration."""
+"""Of numbers, for the first look at a configuration; the classes check them too, all but `max_lr`."""
 
 
 def _limit(schema: dict[str, Any], limit: dict[str, float]) -> None:

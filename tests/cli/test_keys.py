@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from composer_dist.cli.commands import app
 from composer_dist.cli.init import PRESETS
 from composer_dist.config.yaml import parse
-from composer_dist.recipe.keys import LIMITS, sections
+from composer_dist.recipe.keys import LIMITS, json_schema, sections
 from composer_dist.trainer import CheckpointSaver, GradientClipping
 
 pytestmark = pytest.mark.promise(110)
@@ -52,6 +52,13 @@ def test_limits_of_optimizers_are_those_of_torch(kind: Any) -> None:
             with pytest.raises(ValueError, match=r"[Ii]nvalid"):
                 kind([torch.zeros(1)], **{key: (0.5, BEYOND[bound]) if key == "betas" else BEYOND[bound]})
             kind([torch.zeros(1)], **{key: (0.0, 0.5) if key == "betas" else 0.0})
+
+
+def test_every_limit_is_of_a_key() -> None:
+    classes = json_schema()["$defs"]
+    for kinds, limits in LIMITS.items():
+        keys = {key for kind in kinds.split() for key in classes[kind]["properties"]}
+        assert set(" ".join(limits).split()) <= keys
 
 
 @pytest.mark.parametrize(

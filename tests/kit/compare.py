@@ -36,10 +36,16 @@ def full_each(given: Mapping[str, Tensor]) -> Tensors:
     for mesh, ones in sharded.items():
         parts = [one.detach().to_local() for one in ones.values()]
         mine = [(part.shape, part.flatten().view(torch.uint8).numpy().tobytes()) for part in parts]
+        names = [(name, one.dtype, one.shape, one.placements) for name, one in ones.items()]
         everyone: list[Any] = [None] * mesh.size()
-        dist.all_gather_object(everyone, mine, mesh.get_group())
-        for (name, one), *shards in zip(ones.items(), *everyone, strict=True):
+        dist.all_gather_object(everyone, (names, mine), mesh.get_group())
+        assert all(there == names for there, _ in everyone)
+        for (name, one), *shards in zip(ones.items(), *(of_rank for _, of_rank in everyone), strict=True):
             dtype, dimension = one.dtype, one.placements[0].dim
+            rows = one.shape[dimension]
+            step = -(-rows // mesh.size())
+            lengths = [min(max(rows - rank * step, 0), step) for rank in range(mesh.size())]
+            assert [at[dimension] for at, _ in shards] == lengths, name
             every = [torch.frombuffer(bytearray(data), dtype=dtype).view(at) for at, data in shards if data]
             found[name] = torch.cat(every, dimension) if every else torch.empty(one.shape, dtype=dtype)
             assert found[name].shape == one.shape, name

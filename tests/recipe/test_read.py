@@ -23,6 +23,7 @@ from composer_dist.recipe.problems import ConfigurationError, blamed_on
 from composer_dist.recipe.read import read_configuration
 from composer_dist.recipe.schema import ModuleModel, TextData
 from composer_dist.recipe.source import Document, override
+from composer_dist.wording import no_strategy
 
 pytestmark = pytest.mark.promise(109)
 
@@ -123,7 +124,7 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
     assert [line.removeprefix(str(file)) for line in told.splitlines()] == [
         ":6: data.source: 'source' is missing",
         ":8: data.sorce: unknown key 'sorce'. Did you mean 'source'?",
-        "'optimizer.betas=[0.9, 1]': optimizer.betas.1: expected less than 1, got 1",
+        "'optimizer.betas=[0.9, 1]': optimizer.betas.1: expected a number less than 1, got 1",
         "'optimizer.lrr=1': optimizer.lrr: unknown key 'lrr'. Did you mean 'lr'?",
         ":11: optimizer.fused: expected true or false, got 2",
         ":12: optimizer.lr: expected a number, got 'fast'",
@@ -138,7 +139,7 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
         ":19: callbacks.ema.half_lif: unknown key 'half_lif'. Did you mean 'half_life'?",
         f":19: callbacks.emma: There is no callback 'emma'. Did you mean 'ema'? Valid names: "
         f"{', '.join(CALLBACKS)}, or any class as package.module.Name or file.py:Name",
-        "'checkpoints.keep=0': checkpoints.keep: expected greater than 0, got 0",
+        "'checkpoints.keep=0': checkpoints.keep: expected a number greater than 0, got 0",
         ":20: checkpoints.intervl: unknown key 'intervl'. Did you mean 'interval'?",
         ":21: parallelism.mesh.tp: expected an integer, got 'x'",
         f":22: scheduler.t_warmup: '5bax' {NO_DURATION}",
@@ -149,6 +150,9 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
     missing = subprocess.run([*command, file.parent / "other.yaml"], capture_output=True, text=True)
     text = "other.yaml: No such file or directory. 'composer-dist init' writes a configuration.\n"
     assert missing.stderr.endswith(f"ConfigurationError: {file.parent}/{text}")
+    command += [write(GOOD), "parallelism=fsdpp"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert told == f"'parallelism=fsdpp': parallelism: {no_strategy('fsdpp', strategies.STRATEGIES)}"
 
 
 def test_missing_files_of_the_data_are_told_at_once(write: Write, tmp_path: Path) -> None:
@@ -312,7 +316,10 @@ def test_a_strategy_is_named_in_the_file_or_on_the_command_line(
         read_configuration(file, ["parallelism=zero3"])
 
 
-def test_an_unknown_strategy_is_told_at_once_unless_code_may_register_it(write: Write) -> None:
+def test_an_unknown_strategy_is_told_at_once_unless_code_may_register_it(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strategies, "_strategies", dict(strategies._strategies))
     file = write(GOOD)
     for typed, place in (("parallelism=fsdpp", ""), ("parallelism={strategy: fsdpp}", ".strategy")):
         (told,) = faults_at_once(file, [typed])
@@ -321,6 +328,11 @@ def test_an_unknown_strategy_is_told_at_once_unless_code_may_register_it(write: 
             f"{typed!r}: parallelism{place}: There is no strategy 'fsdpp'; valid names: ddp"
         )
         assert told.endswith("tp. Did you mean 'fsdp'?")
+    register_strategy("of_this_process", "fsdp")
+    assert faults_at_once(file, ["parallelism=of_this_process"]) == []
+    odd = ("data.collate=[a]", "optimizer.name=[a]", "callbacks=[a]", "model=3", "extra={name: a.b}")
+    for typed in odd:
+        assert any("fsdpp" in one for one in faults_at_once(file, ["parallelism=fsdpp", typed]))
     for code in (
         "callbacks={mine.py:Shown: {}}",
         "callbacks={of_a_package: {}}",
