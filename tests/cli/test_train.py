@@ -68,7 +68,7 @@ def test_a_dry_run_with_a_strategy_by_name() -> None:
         (["-n", 2, "parallelism=null"], "2 ranks need parallelism: set it to fsdp"),
         (["callbacks={generate: {prompts: []}}"], "Generate needs at least one prompt"),
         (["trainer.max_duration=0ba"], "max_duration"),
-        (["trainer.gradient_clipping=-1"], "GradientClipping's norm must be positive, not -1"),
+        (["trainer.gradient_clipping=-1"], "expected a number greater than 0 or a mapping, got -1"),
         (["trainer.device_train_microbatch_size=0"], "a positive number of samples, 'auto' or None, not 0"),
         (["resume={load_path: /not/there}"], "There is no checkpoint /not/there"),
         (["resume={autoresume: true}", "checkpoints=null"], "autoresume needs a CheckpointSaver"),
@@ -123,7 +123,7 @@ def test_ranks_of_a_launcher_find_missing_data_together(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ("optimizer.lr=nan", "optimizer.lr: expected a number, got 'nan'"),
+        ("optimizer.lr=nan", "optimizer.lr: expected a number greater than or equal to 0, got 'nan'"),
         ("optimizer.lr=.nan", "optimizer.lr: expected a finite number, got nan"),
         ("optimizer.lr='1e-3'", "optimizer.lr: expected a number, got '1e-3'"),
         ("optimizer.lr=true", "optimizer.lr: expected a number, got True"),
