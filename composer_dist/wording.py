@@ -48,7 +48,7 @@ def near_miss(name: str, candidates: Collection[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def no_strategy(name: str, known: Collection[str]) -> str:
+def unknown_strategy(name: str, known: Collection[str]) -> str:
     """What is said about the name of a strategy that does not exist."""
     return f"There is no strategy {name!r}; valid names: {', '.join(sorted(known))}.{near_miss(name, known)}"
 

@@ -20,7 +20,7 @@ from composer_dist.config.replicate import DDPConfig
 from composer_dist.config.rule import Rule
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.wording import kind_in_words, no_strategy
+from composer_dist.wording import kind_in_words, unknown_strategy
 
 Sync = Literal["auto", "rank0", "verify"]
 MIB = 1 << 20
@@ -172,7 +172,7 @@ def strategy_named(name: str) -> ParallelismConfig:
     if not isinstance(name, str):
         raise ParallelismTypeError(f"strategy must be the name of one, not {name!r}.")
     if name not in _strategies:
-        raise ParallelismValueError(no_strategy(name, _strategies))
+        raise ParallelismValueError(unknown_strategy(name, _strategies))
     try:
         return resolve_config(_strategies[name]())
     except RecursionError:

@@ -22,7 +22,7 @@ from composer_dist.recipe.schema import (
 from composer_dist.recipe.source import Document, override, read_document
 from composer_dist.recipe.sources.files import BUILT_IN, chat_template, files_of
 from composer_dist.trainer.arguments import CHECKS
-from composer_dist.wording import no_strategy
+from composer_dist.wording import unknown_strategy
 
 
 def read_sections(file: Path, assignments: Sequence[str]) -> tuple[Document, Problems, Run | None]:
@@ -86,7 +86,7 @@ def _check_strategy(values: dict[str, Any], problems: Problems) -> None:
     loaded = sys.modules.get("composer_dist.config.parallelism")  # this process may have registered some
     known = loaded._strategies if loaded else strategies()
     if isinstance(value, str) and value not in known and not _names_code(values):
-        problems.add(no_strategy(value, known), *path)
+        problems.add(unknown_strategy(value, known), *path)
 
 
 def _names_code(values: dict[str, Any]) -> bool:

@@ -33,6 +33,18 @@ from composer_dist.recipe.schema import (
 from composer_dist.recipe.signature import arguments_of
 from composer_dist.trainer import CheckpointSaver, FineTuningPhases, NoImprovement, Phase, Resume
 
+LIMITS: dict[str, dict[str, dict[str, float]]] = {
+    "AdamW Adam SGD Adagrad RMSprop": {
+        "lr weight_decay eps momentum alpha lr_decay initial_accumulator_value": {"minimum": 0},
+        "betas": {"minimum": 0, "exclusiveMaximum": 1},
+    },
+    "OneCycleLR": {"max_lr": {"minimum": 0}, "pct_start": {"minimum": 0, "maximum": 1}},
+    "CheckpointSaver": {"keep save_top_k": {"exclusiveMinimum": 0}},
+    "GradientClipping": {"norm norm_type value": {"exclusiveMinimum": 0}},
+    "Trainer": {"gradient_clipping": {"exclusiveMinimum": 0}},
+}
+"""Of numbers, for the first look at a configuration; the classes check them too, all but `max_lr`."""
+
 
 @dataclass(frozen=True)
 class KeyEntry:
@@ -120,19 +132,6 @@ def json_schema() -> dict[str, Any]:
     found["$defs"]["ParallelismConfig"]["properties"]["strategy"] = strategy
     found["$defs"]["Profiler"].pop("required", None)  # its folder is in `out` too
     return {"$schema": GenerateJsonSchema.schema_dialect} | found | {"title": "A run of composer-dist train"}
-
-
-LIMITS: dict[str, dict[str, dict[str, float]]] = {
-    "AdamW Adam SGD Adagrad RMSprop": {
-        "lr weight_decay eps momentum alpha lr_decay initial_accumulator_value": {"minimum": 0},
-        "betas": {"minimum": 0, "exclusiveMaximum": 1},
-    },
-    "OneCycleLR": {"max_lr": {"minimum": 0}, "pct_start": {"minimum": 0, "maximum": 1}},
-    "CheckpointSaver": {"keep save_top_k": {"exclusiveMinimum": 0}},
-    "GradientClipping": {"norm norm_type value": {"exclusiveMinimum": 0}},
-    "Trainer": {"gradient_clipping": {"exclusiveMinimum": 0}},
-}
-"""Of numbers, for the first look at a configuration; the classes check them too, all but `max_lr`."""
 
 
 def _limit(schema: dict[str, Any], limit: dict[str, float]) -> None:

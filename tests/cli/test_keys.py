@@ -20,6 +20,9 @@ from composer_dist.trainer import CheckpointSaver, GradientClipping
 
 pytestmark = pytest.mark.promise(110)
 
+BEYOND = {"minimum": -1.0, "maximum": 2.0, "exclusiveMinimum": 0, "exclusiveMaximum": 1.0}
+OPTIMIZERS = "AdamW Adam SGD Adagrad RMSprop"
+
 
 def printed(*arguments: str) -> tuple[int, str, str]:
     result = CliRunner().invoke(app, list(arguments), prog_name="composer-dist")
@@ -38,10 +41,6 @@ def test_every_key_has_a_type_and_a_default() -> None:
     assert found["callbacks.early_stopping"]["monitor"].default == "required"
     silent = [key for key, entry in (found["trainer"] | found["checkpoints"]).items() if not entry.text]
     assert silent == []
-
-
-BEYOND = {"minimum": -1.0, "maximum": 2.0, "exclusiveMinimum": 0, "exclusiveMaximum": 1.0}
-OPTIMIZERS = "AdamW Adam SGD Adagrad RMSprop"
 
 
 @pytest.mark.parametrize("kind", [getattr(torch.optim, name) for name in OPTIMIZERS.split()])

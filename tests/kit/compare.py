@@ -32,24 +32,30 @@ def full_each(given: Mapping[str, Tensor]) -> Tensors:
     for name, one in given.items():
         if isinstance(one, DTensor) and _is_plain(one):
             sharded.setdefault(one.device_mesh, {})[name] = one
-    found: Tensors = {}
-    for mesh, ones in sharded.items():
-        parts = [one.detach().to_local() for one in ones.values()]
-        mine = [(part.shape, part.flatten().view(torch.uint8).numpy().tobytes()) for part in parts]
-        names = [(name, one.dtype, one.shape, one.placements) for name, one in ones.items()]
-        everyone: list[Any] = [None] * mesh.size()
-        dist.all_gather_object(everyone, (names, mine), mesh.get_group())
-        assert all(there == names for there, _ in everyone)
-        for (name, one), *shards in zip(ones.items(), *(of_rank for _, of_rank in everyone), strict=True):
-            dtype, dimension = one.dtype, one.placements[0].dim
-            rows = one.shape[dimension]
-            step = -(-rows // mesh.size())
-            lengths = [min(max(rows - rank * step, 0), step) for rank in range(mesh.size())]
-            assert [at[dimension] for at, _ in shards] == lengths, name
-            every = [torch.frombuffer(bytearray(data), dtype=dtype).view(at) for at, data in shards if data]
-            found[name] = torch.cat(every, dimension) if every else torch.empty(one.shape, dtype=dtype)
-            assert found[name].shape == one.shape, name
+    found = dict(pair for mesh, ones in sharded.items() for pair in _gathered(mesh, ones))
     return {name: found[name] if name in found else full(one) for name, one in given.items()}
+
+
+def _gathered(mesh: DeviceMesh, ones: Mapping[str, DTensor]) -> Iterator[tuple[str, Tensor]]:
+    """All of each, from the shards of all ranks, each of which has to be as long as DTensor would have it."""
+    parts = [one.detach().to_local() for one in ones.values()]
+    mine = [(part.shape, part.flatten().view(torch.uint8).numpy().tobytes()) for part in parts]
+    names = [(name, one.dtype, one.shape, one.placements) for name, one in ones.items()]
+    everyone: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(everyone, (names, mine), mesh.get_group())
+    assert all(there == names for there, _ in everyone)
+    for (name, one), *shards in zip(ones.items(), *(of_rank for _, of_rank in everyone), strict=True):
+        dimension = one.placements[0].dim
+        rows = one.shape[dimension]
+        step = -(-rows // mesh.size())
+        lengths = [min(max(rows - rank * step, 0), step) for rank in range(mesh.size())]
+        assert [shape[dimension] for shape, _ in shards] == lengths, name
+        some = [
+            torch.frombuffer(bytearray(data), dtype=one.dtype).view(shape) for shape, data in shards if data
+        ]
+        whole = torch.cat(some, dimension) if some else torch.empty(one.shape, dtype=one.dtype)
+        assert whole.shape == one.shape, name
+        yield name, whole
 
 
 def _is_plain(one: DTensor) -> bool:

@@ -23,7 +23,7 @@ from composer_dist.recipe.problems import ConfigurationError, blamed_on
 from composer_dist.recipe.read import read_configuration
 from composer_dist.recipe.schema import ModuleModel, TextData
 from composer_dist.recipe.source import Document, override
-from composer_dist.wording import no_strategy
+from composer_dist.wording import unknown_strategy
 
 pytestmark = pytest.mark.promise(109)
 
@@ -152,7 +152,7 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
     assert missing.stderr.endswith(f"ConfigurationError: {file.parent}/{text}")
     command += [write(GOOD), "parallelism=fsdpp"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    assert told == f"'parallelism=fsdpp': parallelism: {no_strategy('fsdpp', strategies.STRATEGIES)}"
+    assert told == f"'parallelism=fsdpp': parallelism: {unknown_strategy('fsdpp', strategies.STRATEGIES)}"
 
 
 def test_missing_files_of_the_data_are_told_at_once(write: Write, tmp_path: Path) -> None:

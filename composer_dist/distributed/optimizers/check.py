@@ -195,7 +195,7 @@ def forgotten_optimizers(optimizers: Sequence[Optimizer], structure: Structure) 
         id(optimizer.param_groups) for optimizer in optimizers
     }  # of Lightning's and accelerate's wrappers
     found = []
-    # Objects refer to their classes. Asking for that takes a third of what looking at all types would take.
+    # Objects refer to their classes; asking the collector for that takes half as long as a look at all types.
     for thing in [one for one in gc.get_referrers(*kinds) if type(one) in kinds]:
         held = [p for group in thing.param_groups for p in group["params"] if id(p) in names]
         if held and not known & {id(thing), id(thing.param_groups)}:
