@@ -45,6 +45,7 @@ def near_miss(name: str, candidates: Collection[str]) -> str:
     close = sorted(longer, key=lambda one: (len(one), one)) or difflib.get_close_matches(
         name, candidates, n=1, cutoff=0.5
     )
+    close = close or [one for one in candidates if one.lower() == name.lower()]
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

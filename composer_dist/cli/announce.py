@@ -20,11 +20,13 @@ def announcement(config: Path, overrides: list[str], processes: int | None) -> s
         document, wrong = read_document(config.read_text(), str(config))
     except (OSError, UnicodeDecodeError):
         return ""
+    if wrong or override(document, overrides):
+        return ""
     values, trainer = document.values, document.values.get("trainer")
-    if wrong or override(document, overrides) or not isinstance(trainer, Mapping):
+    if not isinstance(trainer, Mapping):
         return ""
     duration = trainer.get("max_duration")
-    out = str(values.get("out") or f"runs/{config.stem}")
+    out = os.path.expanduser(str(values.get("out") or f"runs/{config.stem}"))
     ranks = processes or int(os.environ.get("WORLD_SIZE") or 1)
     rows = {
         "out": out,
@@ -45,10 +47,10 @@ def say(text: str) -> None:
 
 def _start(values: Mapping[str, Any], out: str) -> str:
     """The checkpoint that the run resumes from, or that it is a new one."""
-    resume, folder = values.get("resume", True), f"{out}/checkpoints"
+    resume, saves = values.get("resume", True), values.get("checkpoints", {})
+    folder = (saves.get("folder") if isinstance(saves, Mapping) else None) or f"{out}/checkpoints"
     given = resume.get("load_path") if isinstance(resume, Mapping) else None
-    saves = values.get("checkpoints", {}) is not None
-    if saves and resume is not False and (newest := _newest(folder)):
+    if saves is not None and resume is not False and (newest := _newest(str(folder))):
         return f"resume from {newest}"
     return f"from {given}" if given else "a new run"
 

@@ -70,6 +70,10 @@ def _text(errors: Sequence[dict[str, Any]], name: str, known: list[str], hint: C
                 said.append(str(context["error"]).removesuffix("."))
             case kind if kind in _MAPPINGS:
                 expected.append("a mapping")
+            case "path_type":
+                expected.append("a path")
+            case "too_long":
+                expected.append(f"at most {context['max_length']} values")
             case _:
                 text = error["msg"].removeprefix("Input should be ").replace("a valid ", "a ")
                 text = re.sub("^(?=greater|less)", "a number ", text)

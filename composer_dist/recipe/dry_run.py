@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 
 from composer_dist.checkpoint.convert import model_like  # not public: it knows which classes may be built
@@ -320,8 +321,11 @@ def _built(name: str) -> nn.Module:
 
 
 def _mapping(file: Path) -> Mapping[str, Any]:
-    values = parse_value(file.read_text())
-    if not isinstance(values, Mapping):
+    try:
+        values = parse_value(file.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ParallelismValueError(f"{file}: {error}") from None
+    found = values.get("parallelism", values) if isinstance(values, Mapping) else None
+    if not isinstance(found, Mapping):
         raise ParallelismTypeError(f"{file} is not a mapping of the fields of ParallelismConfig.")
-    found: Mapping[str, Any] = values.get("parallelism", values)
     return found

@@ -47,9 +47,8 @@ def read_sections(file: Path, assignments: Sequence[str]) -> tuple[Document, Pro
     for section in ("optimizer", "scheduler"):
         if isinstance(name := document.values.get(section), str):
             document.values[section] = {"name": name}
-    run = problems.check(Run, document.values)
     _check_outline(document.values, problems)
-    return document, problems, run
+    return document, problems, problems.check(Run, document.values)
 
 
 def _check_outline(values: dict[str, Any], problems: Problems) -> None:

@@ -38,12 +38,20 @@ LIMITS: dict[str, dict[str, dict[str, float]]] = {
         "lr weight_decay eps momentum alpha lr_decay initial_accumulator_value": {"minimum": 0},
         "betas": {"minimum": 0, "exclusiveMaximum": 1},
     },
-    "OneCycleLR": {"max_lr": {"minimum": 0}, "pct_start": {"minimum": 0, "maximum": 1}},
+    "RMSprop": {"alpha": {"exclusiveMaximum": 1}},
+    "ConstantWithWarmupScheduler CosineAnnealingWithWarmupScheduler LinearWithWarmupScheduler": {
+        "alpha alpha_f alpha_i": {"minimum": 0}
+    },
+    "OneCycleLR": {
+        "max_lr": {"minimum": 0},
+        "div_factor final_div_factor": {"exclusiveMinimum": 0},
+        "pct_start": {"minimum": 0, "maximum": 1},
+    },
     "CheckpointSaver": {"keep save_top_k": {"exclusiveMinimum": 0}},
     "GradientClipping": {"norm norm_type value": {"exclusiveMinimum": 0}},
     "Trainer": {"gradient_clipping": {"exclusiveMinimum": 0}},
 }
-"""Of numbers, for the first look at a configuration; the classes check them too, all but `max_lr`."""
+"""Of numbers, for the first look at a configuration; the classes check most of them too."""
 
 
 @dataclass(frozen=True)

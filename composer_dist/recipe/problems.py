@@ -62,7 +62,10 @@ class Problems:
             self.add(str(error).replace("\n", " "), *path)
 
     def check(self, schema: Any, values: Any, *path: str | int) -> Any:
-        """What `schema` makes of the values at `path`; None if it rejects them."""
+        """What `schema` makes of the values at `path`; None if it rejects them.
+
+        In `values`, numbers become those of the expected type, such as 20 for 20.0.
+        """
         adapter: Any = pydantic.TypeAdapter(schema)
         try:
             made = adapter.validate_python(values)
@@ -71,7 +74,7 @@ class Problems:
                 self.add(text, *path, *where)
             return None
         read = adapter.dump_python(made, by_alias=True, warnings=False)
-        wrong = list(_not_numbers(values, read, path))
+        wrong = list(_misread(values, read, path))
         self._found.extend(wrong)
         return None if wrong else made
 
@@ -106,17 +109,27 @@ _INFINITE = {"arguments", "norm_type"}
 """Keys under which a number need not be finite."""
 
 
-def _not_numbers(given: Any, read: Any, path: KeyPath) -> Iterator[Problem]:
-    """What pydantic reads as a number, though it is text or true; infinite ones, except for users' code."""
-    if isinstance(given, dict):
-        for key, value in given.items():
-            inner = read.get(key, value) if isinstance(read, dict) else value
-            yield from _not_numbers(value, inner, (*path, key))
-    elif isinstance(given, list):
-        inner = read if isinstance(read, list | tuple) else given
-        for number, (value, one) in enumerate(zip(given, inner, strict=False)):
-            yield from _not_numbers(value, one, (*path, number))
+def _misread(given: Any, read: Any, path: KeyPath) -> Iterator[Problem]:
+    """What pydantic reads as a number or a boolean, though it is neither; infinite ones, except for users' code.
+
+    In `given`, numbers become those that have been read.
+    """
+    if isinstance(given, dict | list):
+        for key, value in list(given.items() if isinstance(given, dict) else enumerate(given)):
+            one = _inside(read, key, value)
+            if type(value) in (int, float) and type(one) in (int, float):
+                given[key] = one
+            yield from _misread(value, one, (*path, key))
+    elif isinstance(read, bool) and not isinstance(given, bool):
+        yield Problem(path, f"expected true or false, got {given!r}")
     elif isinstance(given, bool | str) and isinstance(read, int | float) and not isinstance(read, bool):
         yield Problem(path, f"expected a number, got {given!r}")
     elif isinstance(given, float) and not math.isfinite(given) and not _INFINITE.intersection(path):
         yield Problem(path, f"expected a finite number, got {given!r}")
+
+
+def _inside(read: Any, key: Any, value: Any) -> Any:
+    """What has been read for a value of a mapping or a list; the value where that is not known."""
+    if isinstance(read, dict):
+        return read.get(key, value)
+    return read[key] if isinstance(read, list | tuple) and isinstance(key, int) and key < len(read) else value

@@ -220,7 +220,9 @@ def _check_transformers(config: dict[str, Any], problems: Problems) -> None:
     else:
         cls = CONFIG_MAPPING[kind]
         known = {field for base in cls.__mro__ for field in getattr(base, "__annotations__", {})}
-        known |= cls.attribute_map.keys() | {"num_labels"}  # a property, which the constructor takes
-        for key in config.keys() - known - {"model_type"}:
+        known |= cls.attribute_map.keys() | {"num_labels", "attn_implementation"}  # of the constructor alone
+        for key in config.keys() & {"dtype", "torch_dtype"}:
+            problems.add("the dtype of the weights is model.dtype here", *path, key)
+        for key in config.keys() - known - {"model_type", "torch_dtype"}:
             text = f"unknown key {key!r}: {cls.__name__} does not have it.{near_miss(str(key), known)}"
             problems.add(text, *path, key)

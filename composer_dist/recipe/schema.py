@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -131,6 +132,13 @@ class LabeledData(Data):
     """Label to text, in the form of `source` of `kind: text`."""
     context: PositiveInt = 128
     held_out: int = Field(64, ge=0)
+
+    @field_validator("classes")
+    @classmethod
+    def _are_several(cls, classes: dict[str, Source]) -> dict[str, Source]:
+        if len(classes) < 2:
+            raise ValueError(f"expected at least two classes, got {len(classes)}")
+        return classes
 
 
 class RowData(Data):
@@ -282,4 +290,4 @@ class Run(Section):
     def _is_local(cls, out: object) -> object:
         if "://" in str(out):
             raise ValueError(f"{out} is a URL, but out is a local folder; checkpoints.folder may be a URL")
-        return out
+        return os.path.expanduser(out) if isinstance(out, str) else out

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,11 +110,12 @@ def _set(values: Any, path: list[str | int], value: Any) -> str | None:
             if str(key) not in map(str, range(len(values))):
                 return f"{above} is a list of {len(values)} and has no entry {key!r}"
             key = path[depth] = int(key)
-        elif not isinstance(values, dict):
+        elif isinstance(values, dict):
+            key = next((known for known in values if str(known) == key), key)  # a number, in `phases`
+            values.setdefault(key, None)
+        else:
             return f"{above} is {values!r}, which has no keys; replace all of it: {above}='{{{key}: ...}}'"
-        elif not last and values.get(key) is None:
-            values[key] = {}
-        if last:
-            values[key] = value
+        # A copy of what is on the way, which may be in several places by an alias.
+        values[key] = value if last else {} if values[key] is None else copy(values[key])
         values = values[key]
     return None

@@ -63,6 +63,8 @@ def test_a_run_that_resumes(file: Path, link: bool, monkeypatch: pytest.MonkeyPa
         assert announcement(file, ["out=there"], None).endswith(
             f"start   resume from the newest checkpoint in {folder}"
         )
+    elsewhere = announcement(file, ["out=nowhere", f"checkpoints.folder={folder}"], None)
+    assert f"start   resume from {'the newest checkpoint in ' * (not link)}{folder}" in elsewhere
     given = announcement(file, ["out=there", "checkpoints=null", "resume={load_path: other/ep1}"], None)
     assert given.endswith("start   from other/ep1")
 

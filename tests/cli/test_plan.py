@@ -69,6 +69,15 @@ def test_parallelism_of_a_file_and_an_optimizer_by_name(directory: Path) -> None
     assert json.loads(printed(*options)[1])["how"]["communication"]["count"] == "untraced"
 
 
+@pytest.mark.parametrize(
+    ("text", "said"), [(b"a: [", "not valid YAML"), (b"\xff", "utf-8"), (b"parallelism:", "is not a mapping")]
+)
+def test_a_config_that_cannot_be_read_is_named(directory: Path, text: bytes, said: str) -> None:
+    (directory / "some.yaml").write_bytes(text)
+    status, _, told = printed(directory, "--world-size", 2, "--config", directory / "some.yaml")
+    assert (status, "some.yaml" in told, said in told) == (2, True, True)
+
+
 def test_without_a_gpu_it_plans_for_gpus(directory: Path) -> None:
     (directory / "some.yaml").write_text("activation_checkpointing: offload")
     options = (directory, "--world-size", 2, "--batch", "2x16", "--config", directory / "some.yaml", "--json")

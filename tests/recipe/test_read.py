@@ -21,7 +21,7 @@ from composer_dist.recipe.models import _module
 from composer_dist.recipe.named import CALLBACKS, find, resolve
 from composer_dist.recipe.problems import ConfigurationError, blamed_on
 from composer_dist.recipe.read import read_configuration
-from composer_dist.recipe.schema import ModuleModel, TextData
+from composer_dist.recipe.schema import HubModel, ModuleModel, TextData
 from composer_dist.recipe.source import Document, override
 from composer_dist.wording import unknown_strategy
 
@@ -298,6 +298,67 @@ def test_overrides_are_read_as_yaml_and_named_as_the_place_of_what_is_wrong(writ
     ]
 
 
+@pytest.mark.parametrize(
+    "typed", ["checkpoints.overwrite=no", "resume=off", "optimizer.amsgrad=no", "trainer.deterministic=off"]
+)
+def test_no_and_off_are_strings_and_not_false(write: Write, typed: str) -> None:
+    key, _, value = typed.partition("=")
+    assert problems(write(GOOD), typed) == [f"{typed!r}: {key}: expected true or false, got {value!r}"]
+    (told,) = faults_at_once(write(GOOD), [typed])
+    assert told.endswith(f"expected true or false, got {value!r}")
+
+
+def test_numbers_get_the_type_that_is_expected(write: Write) -> None:
+    run = read_configuration(
+        write(GOOD),
+        ["optimizer.betas=[0, 0.9]", "callbacks={speed_monitor: {window_size: 20.0}}", "seed=3.0"],
+    ).run
+    betas, size = run.optimizer.arguments["betas"], run.callbacks["speed_monitor"]["window_size"]
+    assert [type(one) for one in (*betas, size, run.seed)] == [float, float, int, int]
+    assert (betas, size, run.seed) == ([0.0, 0.9], 20, 3)
+    assert problems(write(GOOD), "optimizer.betas=[0, 0.5, 0.9]") == [
+        "'optimizer.betas=[0, 0.5, 0.9]': optimizer.betas: expected at most 2 values, got [0, 0.5, 0.9]"
+    ]
+
+
+def test_what_transformers_takes_beside_the_fields_of_a_config(write: Write) -> None:
+    eager = read_configuration(write(GOOD), ["model.config.attn_implementation=eager"]).run.model
+    assert isinstance(eager, HubModel)
+    assert eager.config == {"model_type": "llama", "hidden_size": 32, "attn_implementation": "eager"}
+    for key in ("dtype", "torch_dtype"):
+        typed = f"model.config.{key}=bfloat16"
+        assert problems(write(GOOD), typed) == [
+            f"{typed!r}: model.config.{key}: the dtype of the weights is model.dtype here"
+        ]
+
+
+@pytest.mark.parametrize("classes", ["{}", "{a: english}"])
+def test_labeled_texts_have_several_classes(write: Write, classes: str) -> None:
+    typed = f"data={{kind: labeled_text, classes: {classes}}}"
+    (told,) = faults_at_once(write(GOOD), [typed])
+    count = classes.count(":")
+    assert told.startswith(f"{typed!r}: data.classes: expected at least two classes, got {count}")
+
+
+def test_an_override_of_one_place_leaves_others_of_the_same_alias_alone(write: Write) -> None:
+    text = GOOD + "callbacks: {early_stopping: &watch {monitor: loss, mode: min}}\ncheckpoints: *watch\n"
+    run = read_configuration(write(text), ["checkpoints.interval=2ba", "checkpoints.mode=max"]).run
+    assert run.callbacks == {"early_stopping": {"monitor": "loss", "mode": "min"}}
+    assert run.checkpoints == {"monitor": "loss", "mode": "max", "interval": "2ba"}
+
+
+def test_an_override_finds_a_key_that_is_a_number(write: Write) -> None:
+    text = GOOD + "phases: {schedule: {0: {params: a, until: 2ba}, 1: {params: rest}}}\n"
+    run = read_configuration(write(text), ["phases.schedule.1.lr=1e-4"]).run
+    assert run.phases == {"schedule": {0: {"params": "a", "until": "2ba"}, 1: {"params": "rest", "lr": 1e-4}}}
+
+
+def test_out_is_a_path_and_may_be_in_the_home_folder(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert read_configuration(write(GOOD), ["out=~/runs"]).run.out == Path("/home/somebody/runs")
+    assert problems(write(GOOD), "out=5") == ["'out=5': out: expected a path, got 5"]
+
+
 @pytest.mark.promise(102)
 def test_a_strategy_is_named_in_the_file_or_on_the_command_line(
     write: Write, monkeypatch: pytest.MonkeyPatch
@@ -328,6 +389,7 @@ def test_an_unknown_strategy_is_told_at_once_unless_code_may_register_it(
             f"{typed!r}: parallelism{place}: There is no strategy 'fsdpp'; valid names: ddp"
         )
         assert told.endswith("tp. Did you mean 'fsdp'?")
+    assert faults_at_once(file, ["parallelism=FSDP"])[0].endswith("Did you mean 'fsdp'?")
     register_strategy("of_this_process", "fsdp")
     assert faults_at_once(file, ["parallelism=of_this_process"]) == []
     odd = ("data.collate=[a]", "optimizer.name=[a]", "callbacks=[a]", "model=3", "extra={name: a.b}")

@@ -197,8 +197,10 @@ def forgotten_optimizers(optimizers: Sequence[Optimizer], structure: Structure) 
     found = []
     # Objects refer to their classes; asking the collector for that takes half as long as a look at all types.
     for thing in [one for one in gc.get_referrers(*kinds) if type(one) in kinds]:
-        held = [p for group in thing.param_groups for p in group["params"] if id(p) in names]
-        if held and not known & {id(thing), id(thing.param_groups)}:
+        # There are no groups if the construction failed, or in a class that combines other optimizers.
+        groups = getattr(thing, "param_groups", [])
+        held = [p for group in groups for p in group["params"] if id(p) in names]
+        if held and known.isdisjoint(map(id, (thing, groups, *inner_optimizers(thing)))):
             found.append(
                 f"{type(thing).__name__} holds {len(held)} parameters of this model, but was not passed, so "
                 "it will update nothing. Pass it as optimizer=, or build it afterwards."

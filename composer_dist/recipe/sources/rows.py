@@ -136,8 +136,9 @@ def classes_of(data: Any, model: HubModel | ModuleModel) -> list[str] | None:
             f"data.label: there is only one class, {names[0]!r}. Name all classes in data.classes."
         )
     if names is not None and count not in (None, len(names)):
+        where = "data.label" if given is None else "data.classes"
         raise ParallelismValueError(
-            f"model.num_labels is {count}, but data.label has {len(names)} classes: {listed(names)}. "
+            f"model.num_labels is {count}, but {where} has {len(names)} classes: {listed(names)}. "
             "Remove num_labels, or name all classes in data.classes."
         )
     return names

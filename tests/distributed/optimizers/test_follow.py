@@ -560,3 +560,30 @@ def test_an_optimizer_that_wraps_one_that_was_passed_is_not_forgotten() -> None:
     wrapper = Showing(torch.optim.SGD(model.parameters()))
     assert forgotten_optimizers([wrapper.optimizer], read_structure(model)) == []
     assert forgotten_optimizers([wrapper], read_structure(model)) == []
+
+
+class Combined(torch.optim.Optimizer):
+    """Steps others, and has no groups."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Has copies of another optimizer's groups, and steps that one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__init__([dict(group) for group in optimizer.param_groups], {})
+
+
+@pytest.mark.promise(25)
+def test_what_has_no_groups_of_its_own_is_not_forgotten() -> None:
+    model = nn.Linear(2, 2)
+    passed = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match="Invalid learning rate") as failed:
+        torch.optim.SGD(model.parameters(), lr=-1.0)
+    others = [Combined(passed), Lookahead(passed)]
+    assert forgotten_optimizers([passed], read_structure(model)) == []
+    assert failed.tb is not None
+    assert len(others) == 2
