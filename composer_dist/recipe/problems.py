@@ -110,7 +110,7 @@ _INFINITE = {"arguments", "norm_type"}
 
 
 def _misread(given: Any, read: Any, path: KeyPath) -> Iterator[Problem]:
-    """What pydantic reads as a number or a boolean, though it is neither; infinite ones, except for users' code.
+    """What pydantic reads as a number or a boolean and is neither; infinite numbers, except for users' code.
 
     In `given`, numbers become those that have been read.
     """
