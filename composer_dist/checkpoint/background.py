@@ -84,7 +84,7 @@ class PendingSave:
         """Raise the error if the save has failed, the same on every rank; does not wait.
 
         Raises:
-            CheckpointError: as from `save_checkpoint`; only once.
+            CheckpointError: as from `save_checkpoint`; every time.
         """
         if self.done:
             self.wait()
@@ -93,15 +93,14 @@ class PendingSave:
         """Return when the checkpoint is complete.
 
         Raises:
-            CheckpointError: as from `save_checkpoint`; only once.
+            CheckpointError: as from `save_checkpoint`; every time.
         """
         global _pending
         self._ended.wait()  # after Ctrl-C in Thread.join(), Python 3.11 and 3.12 think the thread has ended
         if _pending is self:
             _pending = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._error is not None:  # it stays: whoever asks first may not be the one who began the save
+            raise self._error
 
     def _run(self, job: Job, agreement: Agreement) -> None:
         if not self._claim.acquire(blocking=False):
@@ -127,7 +126,7 @@ def _tell_at_exit() -> None:
 
 
 def finish_pending() -> None:
-    """Wait for the save in progress, if there is one, and raise its error."""
+    """Wait for the save in progress, if there is one, and raise its error; only once."""
     if _pending is not None:
         _pending.wait()
 

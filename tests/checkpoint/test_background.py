@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from composer_dist.checkpoint import background as async_save
-from composer_dist.checkpoint import load_checkpoint, save_checkpoint
+from composer_dist.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from composer_dist.errors import CheckpointRuntimeError
 from composer_dist.files import checked as checked_file
 from tests.kit.compare import fails_alike
@@ -67,13 +67,14 @@ def test_errors_surface_at_the_next_save_on_all_ranks(tmp_path: Path) -> None:
             raise OSError(28, "No space left on device")
 
     with patch.object(checked_file.LocalSink, "write", write):
-        save_checkpoint(tmp_path / "c", state, asynchronous=True)
+        first = save_checkpoint(tmp_path / "c", state, asynchronous=True)
         with fails_alike(CheckpointRuntimeError, "No space left", "Rank 1"):
             save_checkpoint(tmp_path / "c", state, asynchronous=True)
-        pending = save_checkpoint(tmp_path / "c", state, asynchronous=True)
-        with fails_alike(CheckpointRuntimeError, "No space left", "Rank 1"):
-            pending.wait()
-        pending.wait()
+        second = save_checkpoint(tmp_path / "c", state, asynchronous=True)
+        for ask in (second.wait, second.check, first.wait, first.check):
+            with fails_alike(CheckpointRuntimeError, "No space left", "Rank 1"):
+                ask()
+        assert latest_checkpoint(tmp_path) is None, "the error of a save is raised at one other call"
     assert os.listdir(tmp_path) == []
 
 

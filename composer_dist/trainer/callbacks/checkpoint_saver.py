@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from composer_dist.checkpoint import PendingSave, save_checkpoint
+from composer_dist.checkpoint.background import finish_pending
 from composer_dist.checkpoint.kinds.optimizer_names import parameter_names
 from composer_dist.checkpoint.storage.lock import FolderLock
 from composer_dist.checkpoint.storage.place import (
@@ -130,7 +131,7 @@ class CheckpointSaver(Callback):
         self._sigterm: SigtermWatch | None = None
         self._pending: PendingSave | None = None
         self._writing: str = ""
-        """The path of the last save, until it is complete and `latest` points to it."""
+        """The path of the last save that was begun."""
         self._saved: Timestamp | None = None
         self._failure: CheckpointError | None = None
         """Why the last save failed, which has been told."""
@@ -250,6 +251,7 @@ class CheckpointSaver(Callback):
             self._best.measure(name, state)
         saved = contents(state, optimizers=not (self._weights_only if final else self._weights_only is True))
         self._writing = path
+        self._finish_others()
         with self._or_later():
             with process_group.together("the folder of checkpoints"):
                 if state.rank == 0 and self._lock is not None:
@@ -258,8 +260,8 @@ class CheckpointSaver(Callback):
                 path, saved, sharded=self._sharded, asynchronous=self._asynchronous
             )
             self._saved = now
-        if self._pending is None:
-            self._finish()
+            if self._pending is None:
+                self._complete()
 
     def _save_last(self, state: State, final: bool = False) -> None:
         """Save, and raise if that fails."""
@@ -280,7 +282,6 @@ class CheckpointSaver(Callback):
             self._failure, self._saved = error, None
             if self._best is not None:
                 self._best.forget(os.path.basename(self._writing))
-            self._writing = ""
 
     def _warn(self, text: str) -> None:
         """Rank 0 logs the text, and from where the run could be resumed."""
@@ -295,13 +296,30 @@ class CheckpointSaver(Callback):
         with self._or_later():
             self._wait()
 
+    def _finish_others(self) -> None:
+        """Wait for a save that something else has begun; if it failed, this saver saves all the same."""
+        try:
+            finish_pending()
+        except CheckpointError as error:
+            if process_group.world_and_rank()[1] == 0:
+                _log.warning("Another save in the background failed: %s", error)
+
     def _wait(self) -> None:
         """Wait until the present save is complete; then point `latest` to it, and remove the oldest."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
-        path, self._writing = self._writing, ""
-        if path and process_group.world_and_rank()[1] == 0:
+        if self._pending is None:
+            return
+        try:
+            self._pending.wait()
+        except Exception:  # not Ctrl-C, after which `close` waits again
+            self._pending = None
+            raise
+        self._pending = None
+        self._complete()
+
+    def _complete(self) -> None:
+        """The last save is complete: point `latest` to it, and remove the oldest."""
+        path = self._writing
+        if process_group.world_and_rank()[1] == 0:
             if self._failure is not None or self._slow:
                 _log.warning("Saving works again: %s is complete.", path)
             try:
@@ -316,8 +334,7 @@ class CheckpointSaver(Callback):
                     "%s is complete, but %r or the oldest ones could not be changed: %s",
                     *(path, self._latest, in_words(error)),
                 )
-        if path:
-            self._failure, self._slow = None, False
+        self._failure, self._slow = None, False
 
     def _best_beside(self, path: str) -> list[str]:
         """The names of the best checkpoints of the folder, of which `path` is complete now."""

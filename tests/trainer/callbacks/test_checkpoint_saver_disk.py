@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from composer_dist import FSDP2Config
-from composer_dist.checkpoint import latest_checkpoint, load_checkpoint
+from composer_dist.checkpoint import PendingSave, latest_checkpoint, load_checkpoint
 from composer_dist.checkpoint.storage import lock
 from composer_dist.checkpoint.storage.local import LocalPlace
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError, ParallelismValueError
@@ -109,6 +109,66 @@ def test_a_run_whose_last_save_fails_fails_at_its_end(
     assert warning.endswith(f"The last complete checkpoint: {tmp_path}/ep0-ba2.")
     assert names(tmp_path) == ["ep0-ba1", "ep0-ba2"]
     assert load_checkpoint(tmp_path / "latest")["state"]["timestamp"]["batch"] == 2
+
+
+@contextmanager
+def full_at(folder: Path, batch: int) -> Iterator[None]:
+    """The disk of a folder is full when the checkpoint after this batch is written."""
+    write = LocalSink.write
+
+    def refused(self: Any, data: Any) -> None:
+        if f"{folder}/" in self._file.name and f"-ba{batch}." in self._file.name:
+            raise full(errno.ENOSPC)
+        write(self, data)
+
+    with patch.object(LocalSink, "write", refused):
+        yield
+
+
+def test_who_else_gets_the_error_of_a_save_does_not_make_it_complete(tmp_path: Path) -> None:
+    class Looks(Callback):
+        found: str | None = ""
+
+        def batch_checkpoint(self, state: State, logger: Logger) -> None:
+            if state.timestamp.batch == 3:
+                with pytest.raises(CheckpointRuntimeError, match="No space left"):
+                    latest_checkpoint(tmp_path)
+                self.found = latest_checkpoint(tmp_path)
+
+    looks, saver = Looks(), CheckpointSaver(tmp_path, "1ba", keep=1)
+    run = trainer(callbacks=[saver, looks], max_duration="3ba")
+    with full_at(tmp_path, 3), pytest.raises(CheckpointRuntimeError, match="No space left"):
+        run.fit()
+    assert looks.found == str(tmp_path / "ep0-ba2")
+    assert names(tmp_path) == ["ep0-ba2"]
+    assert os.readlink(tmp_path / "latest") == "ep0-ba2"
+
+
+def test_a_full_disk_of_one_saver_does_not_keep_another_from_saving(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    savers = [CheckpointSaver(one, "1ba", keep=1), CheckpointSaver(other, "1ba", keep=None)]
+    with full_at(one, 2), logged() as texts:
+        trainer(*savers, max_duration="3ba").fit()
+    assert names(one) == ["ep0-ba3"]
+    assert names(other) == ["ep0-ba1", "ep0-ba2", "ep0-ba3"]
+    elsewhere, refused, again = texts
+    assert elsewhere.startswith(f"Another save in the background failed: Cannot write {one}/ep0-ba2/")
+    assert refused.startswith(f"Not saved: Cannot write {one}/ep0-ba2/")
+    assert refused.endswith(f"The last complete checkpoint: {one}/ep0-ba1.")
+    assert again == f"Saving works again: {one}/ep0-ba3 is complete."
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_that_was_interrupted_is_not_taken_for_complete(tmp_path: Path, asynchronous: bool) -> None:
+    run = trainer(CheckpointSaver(tmp_path, "1ba", keep=1, asynchronous=asynchronous))
+    run.fit(duration="1ba")
+    place = (PendingSave, "wait") if asynchronous else (LocalPlace, "finish")
+    with full_at(tmp_path, 2 if asynchronous else 0):
+        with patch.object(*place, Mock(side_effect=KeyboardInterrupt)), pytest.raises(KeyboardInterrupt):
+            run.fit(duration="1ba")
+        run.close()
+    assert names(tmp_path) == ["ep0-ba1"]
+    assert os.readlink(tmp_path / "latest") == "ep0-ba1"
 
 
 def test_a_disk_that_fills_in_the_middle_of_a_file(tmp_path: Path) -> None:
