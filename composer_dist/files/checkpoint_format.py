@@ -30,6 +30,11 @@ DATA_FILE = re.compile(r"__[0-9]{1,9}_[0-9a-f]{8}\.distcp")
 VERSION = 1
 BLOCK = 16 << 20
 """Bytes per checksum of a file, so that several threads and ranks share the work."""
+START = 1 << 10
+"""Bytes of a manifest that `saved_at` needs."""
+_TIME = re.compile(
+    rb'\{"crc32":[0-9]{1,10},"checkpoint":\{"version":[0-9]+,"facts":\{"time":([0-9]{1,12}(\.[0-9]+)?)[,}]'
+)
 _SEALED = re.compile(rb'\{"crc32":([0-9]{1,10}),"checkpoint":(.*)\}\n', re.DOTALL)
 Kind = Literal["model", "optimizer", "value"]
 KeyPath = tuple[str | int, ...]
@@ -109,7 +114,7 @@ class Manifest:
             check_limits("The checkpoint", name, tensor.shape)
         body = {
             "version": VERSION,
-            "facts": self.facts,
+            "facts": self.facts,  # first, for `saved_at`
             "kinds": self.kinds,
             "files": [[f.name, f.nbytes, f.checksums] for f in self.files],
             "tensors": {
@@ -217,6 +222,12 @@ class Manifest:
                 strides = contiguous_strides(chunk.sizes)
                 pieces[name][2].append((chunk.start, strides, f"{name}#{number}"))
         return Index(root, tuple((f.name, f.nbytes) for f in self.files), entries, pieces=pieces)
+
+
+def saved_at(start: bytes) -> float | None:
+    """When a checkpoint was saved, in seconds since 1970, by the start of its manifest; None if unknown."""
+    found = _TIME.match(start)
+    return float(found[1]) if found else None
 
 
 def _are_natural(*numbers: Any) -> bool:

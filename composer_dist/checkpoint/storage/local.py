@@ -25,7 +25,7 @@ from threading import Thread
 
 from composer_dist.errors import CheckpointError, CheckpointIsADirectoryError, CheckpointRuntimeError
 from composer_dist.files.checked import LocalSink, Sink
-from composer_dist.files.checkpoint_format import DATA_FILE, NAME, Manifest
+from composer_dist.files.checkpoint_format import DATA_FILE, NAME, START, Manifest, saved_at
 from composer_dist.files.index import check_inside, read_text
 from composer_dist.files.torch_save import is_sealed
 
@@ -181,21 +181,31 @@ def _files_of(path: Path) -> set[str]:
 
 
 def _newest_first(directory: Path) -> list[Path]:
-    """Complete checkpoints in a directory, by the time of completion, newest first."""
+    """Complete checkpoints in a directory, by the time of saving, newest first."""
     try:
         names = set(os.listdir(directory))
     except FileNotFoundError:
         return []
     names |= {match[1] for name in names if (match := _ASIDE.fullmatch(name)) and match[2] == "old"}
-    found: list[tuple[int, str, Path]] = []
+    found: list[tuple[float, str, Path]] = []
     for name in names:
         path = resolve(directory / name)
         if name.startswith(".") or path.suffix == DAMAGED or path.is_symlink() or not is_checkpoint(path):
             continue
         with suppress(FileNotFoundError):  # removed meanwhile
-            mark = path / NAME if path.is_dir() else path
-            found.append((mark.stat().st_mtime_ns, name, directory / name))
+            found.append((_time_of(path), name, directory / name))
     return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def _time_of(path: Path) -> float:
+    """When a checkpoint was saved: by its manifest, because a copy has the time of copying."""
+    mark, start = path, b""
+    if path.is_dir():
+        mark = path / NAME
+        with suppress(OSError), mark.open("rb") as file:
+            start = file.read(START)
+    time = saved_at(start)
+    return mark.stat().st_mtime if time is None else time
 
 
 def _named_aside(path: Path, token: str, purpose: str) -> Path:

@@ -1,12 +1,15 @@
 """Checkpoints in local directories."""
 
 import os
+import shutil
 import threading
 from pathlib import Path
 from unittest.mock import patch
 
+from composer_dist.checkpoint import latest_checkpoint, save_checkpoint
 from composer_dist.checkpoint.storage.local import LocalPlace
 from composer_dist.files.checkpoint_format import NAME
+from tests.kit.toy import stateful
 
 
 def test_removal_does_not_wait_for_the_file_system_to_free_the_files(tmp_path: Path) -> None:
@@ -33,3 +36,30 @@ def test_removal_does_not_wait_for_the_file_system_to_free_the_files(tmp_path: P
             if thread.name == "composer_dist-free":
                 thread.join()
     assert len(closed) == 3, "the mark, the data and the pipe"
+
+
+def test_copies_stay_in_the_order_of_saving(tmp_path: Path) -> None:
+    model = stateful()
+    for step in range(8, 12):
+        save_checkpoint(tmp_path / "run" / f"step-{step}", {"model": model})
+    expected = [f"step-{step}" for step in (11, 10, 9, 8)]
+    copy = tmp_path / "copy"
+    for number, name in enumerate(expected):  # the newest first, as `cp -r` may do
+        shutil.copytree(tmp_path / "run" / name, copy / name)
+        os.utime(copy / name / NAME, (number, number))
+    assert [os.path.basename(path) for path in LocalPlace(copy).inside()] == expected
+    assert latest_checkpoint(copy) == str(copy / "step-11")
+    save_checkpoint(copy / "step-12", {"model": model}, keep=2)
+    assert sorted(os.listdir(copy)) == ["step-11", "step-12"]
+
+
+def test_without_a_time_the_file_has_it(tmp_path: Path) -> None:
+    model = stateful()
+    for number, name in enumerate(("older", "newer")):
+        save_checkpoint(tmp_path / name, {"model": model}, sharded=False)
+        os.utime(tmp_path / name, (number, number))
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / NAME).write_text("{}")
+    os.utime(tmp_path / "damaged" / NAME, (0.5, 0.5))
+    found = [os.path.basename(path) for path in LocalPlace(tmp_path).inside()]
+    assert found == ["newer", "damaged", "older"]
