@@ -124,6 +124,22 @@ def test_a_plain_model_over_an_earlier_export(tmp_path: Path, first: str, second
     assert not [name for name in files(tmp_path) if ".export-" in name]
 
 
+@pytest.mark.promise(95)
+def test_a_merged_model_over_its_adapter(tmp_path: Path) -> None:
+    model = lora_of_peft()
+    adapter = {"adapter_config.json", "adapter_model.safetensors"}
+    export_pretrained(model, tmp_path)
+    assert adapter <= files(tmp_path)
+    export_pretrained(model, tmp_path, merge_adapters=True)
+    assert not adapter & files(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not getattr(loaded, "_hf_peft_config_loaded", False)
+    torch.testing.assert_close(hf.logits(loaded), hf.logits(model))
+    export_pretrained(model, tmp_path)
+    assert adapter <= files(tmp_path)
+    assert "model.safetensors" not in files(tmp_path)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 @on_ranks(2)
 def test_a_model_is_as_before_after_its_export(tmp_path: Path, strategy: str) -> None:

@@ -19,6 +19,8 @@ from composer_dist.structure.families import original_classes, quiet
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 """The names that transformers gives to weights."""
+_ADAPTER = re.compile(r"adapter_config\.json|adapter_model\.(safetensors|bin)")
+"""The names that peft gives to the files of an adapter."""
 
 
 @contextmanager
@@ -97,12 +99,15 @@ def _as_stored(model: Any, separated: bool) -> Iterator[None]:
 def _replace(staging: Path, path: Path) -> None:
     """Move the new files over the old ones and remove weights of an earlier export.
 
-    transformers prefers a `model.safetensors` to an index, so a stale one would be read instead.
+    transformers prefers a `model.safetensors` to an index, so a stale one would be read instead. It also
+    applies an adapter that it finds beside a model.
     """
     written = {file.relative_to(staging) for file in staging.rglob("*") if file.is_file()}
     for file in written:
         (path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.move(staging / file, path / file)
-    for stale in path.iterdir():
-        if _WEIGHTS.fullmatch(stale.name) and stale.relative_to(path) not in written:
-            stale.unlink()
+    has_adapter = any(_ADAPTER.fullmatch(file.name) for file in written)
+    for old in path.iterdir():
+        stale = _WEIGHTS.fullmatch(old.name) or (_ADAPTER.fullmatch(old.name) and not has_adapter)
+        if stale and old.relative_to(path) not in written:
+            old.unlink()
