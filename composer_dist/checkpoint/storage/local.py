@@ -7,7 +7,8 @@ A checkpoint is written under another name beside its place (`.name.token.tmp`) 
   `checkpoint.json` is replaced, which is one step for the file system. The old files are removed last.
 - If a file replaces a directory, or the reverse, or if the place is a link, the old one is first renamed to
   `.name.token.old`. `resolve` finds it there under its own name until the new one is in place.
-- A checkpoint that is removed is first renamed to `.name.token.gone`.
+- A checkpoint that is removed is first renamed to `.name.token.gone`. Of a link to a checkpoint elsewhere,
+  only the link is removed.
 
 If the process is killed at any moment, the place has no checkpoint, the old one or the new one.
 """
@@ -190,11 +191,19 @@ def _newest_first(directory: Path) -> list[Path]:
     found: list[tuple[float, str, Path]] = []
     for name in names:
         path = resolve(directory / name)
-        if name.startswith(".") or path.suffix == DAMAGED or path.is_symlink() or not is_checkpoint(path):
+        if name.startswith(".") or path.suffix == DAMAGED or _leads_beside(path) or not is_checkpoint(path):
             continue
         with suppress(FileNotFoundError):  # removed meanwhile
             found.append((_time_of(path), name, directory / name))
     return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def _leads_beside(path: Path) -> bool:
+    """Whether it is a link to something in its own directory, such as `latest`."""
+    if not path.is_symlink():
+        return False
+    target = path.parent / os.readlink(path)
+    return os.path.realpath(target.parent) == os.path.realpath(path.parent)
 
 
 def _time_of(path: Path) -> float:

@@ -63,3 +63,20 @@ def test_without_a_time_the_file_has_it(tmp_path: Path) -> None:
     os.utime(tmp_path / "damaged" / NAME, (0.5, 0.5))
     found = [os.path.basename(path) for path in LocalPlace(tmp_path).inside()]
     assert found == ["newer", "damaged", "older"]
+
+
+def test_checkpoints_that_were_moved_and_linked_back_count(tmp_path: Path) -> None:
+    model, folder, disk = stateful(), tmp_path / "run", tmp_path / "disk"
+    disk.mkdir()
+    for name in ("a", "b", "c"):
+        save_checkpoint(folder / name, {"model": model})
+        shutil.move(folder / name, disk / name)
+        (folder / name).symlink_to(disk / name)
+    (folder / "latest").symlink_to("c")
+    (folder / "best").symlink_to(folder / "a")
+    (folder / "nowhere").symlink_to(disk / "nowhere")
+    assert [os.path.basename(path) for path in LocalPlace(folder).inside()] == ["c", "b", "a"]
+    assert latest_checkpoint(folder) == str(folder / "c")
+    save_checkpoint(folder / "d", {"model": model}, keep=2)
+    assert sorted(os.listdir(folder)) == ["best", "c", "d", "latest", "nowhere"]
+    assert sorted(os.listdir(disk)) == ["a", "b", "c"]
