@@ -105,7 +105,13 @@ def chunked_cross_entropy(
     total = summed(losses, rows, flat, parameters, size)
     if reduction == "sum":
         return total
-    return total / ((flat != ignore_index).sum() if num_items is None else num_items)
+    return total / num_items if num_items is not None else mean(total, flat != ignore_index)
+
+
+def mean(total: Tensor, counted: Tensor) -> Tensor:
+    """The mean over the rows that are `counted`; over none, nan with gradients of 0, as in torch."""
+    count = counted.sum()
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
 def rows_at_a_time(weight: Tensor) -> int:

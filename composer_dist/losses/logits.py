@@ -21,7 +21,7 @@ from composer_dist import _torch
 from composer_dist.distributed.forwards import Forward, instead
 from composer_dist.distributed.tensor_parallel.loss import parallel_cross_entropy
 from composer_dist.errors import ParallelismRuntimeError
-from composer_dist.losses.chunked import rows_at_a_time, summed
+from composer_dist.losses.chunked import mean, rows_at_a_time, summed
 from composer_dist.structure.names import ancestors
 
 Operation = Callable[[Tensor], Tensor]
@@ -298,7 +298,7 @@ class Logits(Tensor):
             return summed(loss, hidden, target, parameters, size)
 
         total = self._head.run(job, hidden)
-        return total / (target != ignore_index).sum() if reduction == "mean" else total
+        return mean(total, target != ignore_index) if reduction == "mean" else total
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from composer_dist.distributed.training.clipping import clip_grad_norm, clip_gra
 from composer_dist.distributed.training.gradients import Accumulate, accumulate
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import autocast
+from composer_dist.tensors.nested import tensors_in
 from composer_dist.trainer.data.batch import num_samples, num_tokens, split, to_device
 from composer_dist.trainer.data.feed import Fed, Size
 from composer_dist.trainer.events import Event
@@ -139,6 +140,8 @@ def _forward_backward(state: State, run_event: Callable[[Event], None], scale: f
         run_event(Event.BEFORE_FORWARD)
         state.outputs = state.model(state.batch)
         run_event(Event.AFTER_FORWARD)
+        if not scale:
+            _without_gradients(state.outputs)
         run_event(Event.BEFORE_LOSS)
         state.loss = total_loss(state.model.loss(state.outputs, state.batch))
         run_event(Event.AFTER_LOSS)
@@ -151,6 +154,16 @@ def _forward_backward(state: State, run_event: Callable[[Event], None], scale: f
     run_event(Event.AFTER_BACKWARD)
     state.loss = loss  # frees the graph before the next forward
     return loss
+
+
+def _without_gradients(outputs: Any) -> None:
+    """Replace the outputs' gradients by zeros: a mean over no terms may have nan, and 0 times nan is nan.
+
+    Backward still visits every parameter that the loss depends on, so all ranks reduce the same gradients.
+    """
+    for output in tensors_in(outputs):
+        if output.grad_fn is not None:  # a hook of a leaf would outlive this backward
+            output.register_hook(torch.zeros_like)
 
 
 @torch.no_grad()

@@ -141,6 +141,19 @@ def test_no_rows_and_no_classes_have_a_sum_of_zero() -> None:
     assert chunked_cross_entropy(empty, empty, none, reduction="sum") == 0
 
 
+@pytest.mark.parametrize("chunk_size", [8, 100])
+def test_a_mean_over_no_labels_is_nan_and_has_gradients_of_zero(chunk_size: int) -> None:
+    """As torch's."""
+    tensors, labels = inputs()
+    hidden, weight, bias = tensors
+    options: dict[str, Any] = {"bias": bias, "chunk_size": chunk_size}
+    found = chunked_cross_entropy(hidden, weight, torch.full_like(labels, -100), **options)
+    assert found.isnan()
+    for scale in (0.0, 1.0):
+        gradients = torch.autograd.grad(found * scale, tensors, retain_graph=True)
+        assert all((one == 0).all() for one in gradients)
+
+
 def test_a_loss_in_one_piece_has_gradients_of_gradients() -> None:
     (hidden, weight, _), labels = inputs()
     logits = functional.linear(hidden, weight).flatten(0, 1)

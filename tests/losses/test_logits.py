@@ -104,6 +104,16 @@ def test_operations_in_between_are_those_of_the_plain_logits() -> None:
         assert (counts["values"] > 0, counts["chunks"]) == (whole, 1 - whole)
 
 
+def test_a_loss_without_labels_is_nan_and_has_gradients_of_zero() -> None:
+    model, ids = hf.llama(), torch.arange(12).view(2, 6)
+    with put_off(model, 3), losses_counted() as counts:
+        loss = model(ids, labels=torch.full_like(ids, -100)).loss
+    assert counts["chunks"]
+    assert loss.isnan()
+    (loss * 0.0).backward()
+    assert all(one.grad is not None and (one.grad == 0).all() for one in model.parameters())
+
+
 def test_values_are_there_inside_and_refused_afterwards() -> None:
     model, ids = hf.llama(), torch.arange(12).view(2, 6)
     expected = model(ids).logits

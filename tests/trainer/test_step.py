@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import GradientClipping, State
@@ -18,10 +19,14 @@ from tests.kit.measure import Collectives, by_messages
 from tests.kit.training import (
     IGNORED,
     At,
+    Result,
     Tagger,
     fitted,
     fitted_on_parts,
     joined,
+    my_rank,
+    result_of,
+    same_training,
     seen_at,
     sgd,
     tagged,
@@ -69,6 +74,34 @@ def test_labels_that_a_callback_masks_count_alike_in_any_number_of_microbatches(
     left = int((batch["labels"] != IGNORED).sum())
     assert left < terms
     assert log.values("loss/train/total") == [pytest.approx(reference(batch)[0] * left / terms, rel=1e-6)]
+
+
+class MaskedMean(Tagger):
+    """The mean of the labeled tokens' losses as many write it: over none of them, its gradients are nan."""
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        labels = batch["labels"].flatten()
+        mask = labels != IGNORED
+        each = functional.cross_entropy(outputs.flatten(0, 1), labels.clamp(min=0), reduction="none")
+        return (each * mask).sum() / mask.sum()
+
+
+def masked_mean(parts: list[int], config: Any = None, microbatch_size: int | None = None) -> Result:
+    """An epoch of one batch, whose sentences 0 and 3 have no labels."""
+    torch.manual_seed(0)
+    start = sum(parts[: my_rank()])
+    batch = joined(tagged(sum(parts))[start : start + parts[my_rank()]])
+    options = {"train_dataloader": [batch], "device_train_microbatch_size": microbatch_size}
+    return result_of(*fitted_on_parts([], config, MaskedMean(), **options))
+
+
+@pytest.mark.promise(99)
+def test_microbatches_and_ranks_without_labels_add_nothing(world2: World) -> None:
+    expected = masked_mean([5])
+    same_training(masked_mean([5], microbatch_size=1), expected)
+    for config in ("fsdp", "ddp"):
+        for found in world2(masked_mean, [1, 4], config, 1):
+            same_training(found, expected)
 
 
 def test_gradients_start_from_zero_at_every_batch() -> None:
