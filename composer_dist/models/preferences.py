@@ -34,6 +34,9 @@ class DPOModel(HuggingFaceModel):
         tokenizer: exported with the model.
         beta: how much the model may differ from the reference; less for larger values.
         preference_loss: "sigmoid" (DPO), "hinge" (SLiC, arXiv:2305.10425) or "ipo" (arXiv:2310.12036).
+        disable_dropout: set the probability of every `nn.Dropout` in the model and its adapter to 0, as TRL
+            does. With dropout the reference is noisy, and an untrained adapter differs from it. Dropout that
+            a model applies without such a module (OPT) stays on; set it to 0 in the model's configuration.
         options: of `HuggingFaceModel`; the metric is by default the `PreferenceAccuracy`.
 
     Raises:
@@ -47,6 +50,7 @@ class DPOModel(HuggingFaceModel):
         *,
         beta: float = 0.1,
         preference_loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid",
+        disable_dropout: bool = True,
         **options: Any,
     ) -> None:
         require("preference_loss", preference_loss, _LOSSES)
@@ -59,6 +63,10 @@ class DPOModel(HuggingFaceModel):
                 "DPO needs an adapter in the model's layers, such as LoRA's: without it the model is the "
                 "reference. Pass peft_config=LoraConfig(...), in YAML model.adapter."
             )
+        if disable_dropout:
+            for module in self.model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
 
     def forward(self, batch: Any) -> Tensor:
         """How much more probable the answers are than without the adapter, `(pairs, 2)`."""

@@ -18,7 +18,7 @@ PREFERENCES: list[dict[str, Any]] = [
 def lora() -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    return LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.5)
 
 
 def train_a_little(model: Any) -> None:
@@ -46,9 +46,7 @@ def of_trl(tokenizer: Any, rows: Any, folder: Path, **options: Any) -> Any:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    arguments = DPOConfig(
-        output_dir=str(folder), report_to=[], use_cpu=True, bf16=False, disable_dropout=False, **options
-    )
+    arguments = DPOConfig(output_dir=str(folder), report_to=[], use_cpu=True, bf16=False, **options)
     return DPOTrainer(
         model=llama(vocab_size=len(tokenizer), max_position_embeddings=128),
         args=arguments,

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from composer_dist import HuggingFaceModel, MeshConfig, ParallelismConfig, TPConfig, Trainer
 from composer_dist.checkpoint import full_model_state
@@ -13,7 +14,7 @@ from composer_dist.models import DPOModel, PreferenceAccuracy
 from composer_dist.trainer import DistributedDataLoader, InMemoryLogger, PadPreferences, PreferenceTokenizer
 from tests.kit.chat import chat_tokenizer
 from tests.kit.grids import slow
-from tests.kit.huggingface import llama
+from tests.kit.huggingface import built, llama
 from tests.kit.preferences import PREFERENCES, adapted, of_trl, train_a_little
 from tests.kit.world import World
 
@@ -62,6 +63,15 @@ def test_the_reference_is_the_model_without_its_adapter() -> None:
     assert isinstance(metric, PreferenceAccuracy)
     assert float(metric.compute()) == float((outputs[:, 0] > outputs[:, 1]).double().mean())
     assert all(one.requires_grad for name, one in model.named_parameters() if "lora" in name)
+
+
+@pytest.mark.parametrize("disabled", [True, False])
+def test_an_untrained_adapter_equals_the_reference_unless_dropout_is_kept(disabled: bool) -> None:
+    tokenizer = chat_tokenizer()
+    model = built("GPT2LMHeadModel", vocab_size=len(tokenizer), n_embd=16, n_layer=2, n_head=2)
+    adapter = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    dpo = DPOModel(model, tokenizer, peft_config=adapter, disable_dropout=disabled).train()
+    assert bool((dpo(batch_of(tokenizer)) == 0).all()) == disabled
 
 
 def test_models_without_an_adapter_and_other_batches_are_refused() -> None:
