@@ -43,7 +43,8 @@ class HuggingFaceModel(ComposerModel):
         metrics: torchmetrics to follow while training.
         eval_metrics: torchmetrics to follow while evaluating; copies of `metrics` by default.
         shift_labels: compare position i with label i + 1 in metrics, and ignore the last position; None
-            does so for causal language models.
+            does so for models whose own loss does: causal and multimodal language models, unless they have
+            an encoder and a decoder.
         allow_embedding_resizing: enlarge the embeddings if the tokenizer has more tokens.
         peft_config: adds an adapter to `model`, on the meta device if `model` is there.
         should_save_peft_only: `state_dict()` has only the adapters, by peft's rules, and loads only them.
@@ -78,7 +79,7 @@ class HuggingFaceModel(ComposerModel):
         self.model: Any = model
         self.tokenizer = tokenizer
         self.use_logits = use_logits
-        self.shift_labels = _is_causal(_base(model)) if shift_labels is None else shift_labels
+        self.shift_labels = _shifts_labels(_base(model)) if shift_labels is None else shift_labels
         self.using_peft = isinstance(getattr(model, "peft_config", None), Mapping)
         self.should_save_peft_only = should_save_peft_only and self.using_peft
         # Dictionaries, so that nn.Module does not take the metrics for submodules.
@@ -260,11 +261,20 @@ def _arguments(base: nn.Module) -> frozenset[str]:
     return frozenset(known) | (frozenset({"shift_labels", "num_items_in_batch"}) if variadic else frozenset())
 
 
-def _is_causal(base: nn.Module) -> bool:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def _shifts_labels(base: Any) -> bool:
+    """Whether the model's own loss compares position i with label i + 1."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
 
     names = {cls.__name__ for cls in type(base).__mro__}
-    return not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        return True
+    if names.isdisjoint(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values()):
+        return False
+    # BLIP-2's language model may be a T5, which has its labels shifted into the decoder's inputs.
+    return not any(one.is_encoder_decoder for one in (base.config, base.config.get_text_config()))
 
 
 def _first_logits(outputs: Sequence[Any]) -> Any:

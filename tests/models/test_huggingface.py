@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from peft import LoraConfig, get_peft_model_state_dict
 from torch import Tensor, nn
 from torchmetrics.text import Perplexity
@@ -17,11 +18,13 @@ from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import init_context, parallelize_composer_model, parallelize_model
 from composer_dist.errors import CheckpointError, ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerModel, HuggingFaceModel
+from composer_dist.models.metrics import LanguagePerplexity
 from tests.kit import huggingface as hf
 from tests.kit.compare import equal, part_of, same, same_parameters
 from tests.kit.decoder import token_batch
 from tests.kit.grids import slow
 from tests.kit.world import on_ranks
+from tests.zoo import toy
 
 # peft 0.21 reads an attribute that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -82,6 +85,31 @@ def test_metrics_see_logits_and_shifted_labels(build: Callable[[], Any], shifts:
     torch.testing.assert_close(metric.compute().log(), outputs.loss.detach())
     assert model.shift_labels is shifts
     assert not any("metric" in name.lower() for name, _ in model.named_modules())
+
+
+@pytest.mark.parametrize(("name", "shifts"), [
+    *[(name, True) for name in ("llava", "qwen2_5_vl", "idefics3", "kosmos-2", "voxtral")],
+    *[(name, False) for name in ("florence2", "pix2struct", "bert")],
+])  # fmt: skip
+def test_labels_are_shifted_where_the_models_own_loss_shifts_them(name: str, shifts: bool) -> None:
+    model: Any = toy.build(name)
+    given: Any = toy.inputs(name, model)
+    wrapped = HuggingFaceModel(model, use_logits=True, metrics=[LanguagePerplexity()])
+    assert wrapped.shift_labels is shifts
+    labels = given["labels"][..., 1:] if shifts else given["labels"]
+    assert wrapped.loss_weight(given) == (labels != -100).sum()
+    outputs = wrapped(given)
+    metric = wrapped.get_metrics()["LanguagePerplexity"]
+    wrapped.update_metric(given, wrapped.eval_forward(given, outputs), metric)
+    torch.testing.assert_close(metric.compute().log().float(), outputs.loss.detach())
+
+
+@pytest.mark.parametrize(("text", "shifts"), [("OPTConfig", True), ("T5Config", False)])
+def test_labels_are_shifted_if_the_language_model_inside_shifts_them(text: str, shifts: bool) -> None:
+    config = transformers.Blip2Config(text_config=getattr(transformers, text)())
+    with torch.device("meta"):
+        model = transformers.Blip2ForConditionalGeneration(config)
+    assert HuggingFaceModel(model).shift_labels is shifts
 
 
 def test_a_larger_tokenizer_needs_leave_to_resize() -> None:
