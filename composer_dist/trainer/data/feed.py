@@ -61,6 +61,8 @@ class _Status(IntEnum):
     OUT = 1
     NEVER = 2
     FAILED = 3
+    BARE = 4
+    """It has run out and has no batch to repeat, because the pass began in another process."""
 
 
 class Feed:
@@ -90,7 +92,7 @@ class Feed:
         self.dataloader = dataloader
         with Agreement().together(f"opening the {label} dataloader") if place else nullcontext():
             self._reading = Reading(dataloader, place)
-        self._last: Any = None
+        self._last: Any = self._reading.skipped
         self._held: Fed | None = None
         self._count = self._reading.batches
         self._behind = 0
@@ -142,6 +144,10 @@ class Feed:
         if _Status.HAS not in statuses and self._count:
             return None, any(stops)  # the end
         self._check_all_have_some(statuses)
+        if _Status.BARE in statuses:
+            with Agreement().together(f"fetching a batch of {self._label}"):
+                if status is _Status.BARE:
+                    batch = self._last = self._reading.filler()
         self._count += 1
         self.length = None if -1 in lengths else int(max(lengths))
         fed = Fed(
@@ -159,14 +165,13 @@ class Feed:
 
     def _fetch(self) -> tuple[_Status, Any, Size, Exception | None]:
         if self._count == self._most:
-            return _Status.OUT, self._last, Size(), None
+            return self._out()
         try:
             batch = next(self._reading)
         except StopIteration as error:
             if _torch.raised_by_samples(error):
                 return _Status.FAILED, None, Size(), self._stopped_by_samples(error)
-            status = _Status.OUT if self._count else _Status.NEVER
-            return status, self._last, Size(), None
+            return self._out()
         except Exception as error:  # any error must be reported to the other ranks
             return _Status.FAILED, None, Size(), error
         try:
@@ -176,6 +181,12 @@ class Feed:
         if self._world > 1:
             self._last = batch
         return _Status.HAS, batch, size, None
+
+    def _out(self) -> tuple[_Status, Any, Size, None]:
+        status = _Status.OUT if self._count else _Status.NEVER
+        if status is _Status.OUT and self._last is None:
+            status = _Status.BARE
+        return status, self._last, Size(), None
 
     def _stopped_by_samples(self, error: StopIteration) -> Exception:
         kind = type(getattr(self.dataloader, "dataset", None)).__name__

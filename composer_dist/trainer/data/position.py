@@ -33,6 +33,11 @@ class Reading:
         self._began: dict[str, Any] = to_plain(self._generators) if self._kind == _COUNTED else {}
         self.batches = 0
         """Batches of this rank, including those before `place`."""
+        self.skipped: Any = None
+        """The last batch before `place`, if that was read again."""
+        self._start: Any = None
+        """The state that the loader continues with, until its first batch: streams load it only then."""
+        self._ended = False
         if place is None:
             self._iterator = iter(dataloader)
         else:
@@ -42,17 +47,38 @@ class Reading:
 
     def __next__(self) -> Any:
         """The next batch."""
-        self._state = self._state_now()
+        if not self._ended:
+            self._state = self._state_now()
         if self._kind != _ANY_WORLD:  # whose batches draw nothing from the process's generators
             self._generators = host_states()
-        batch = next(self._iterator)
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self._ended = True
+            raise
+        self._start = None
         self.batches += 1
+        return batch
+
+    def filler(self) -> Any:
+        """The first batch of the epoch; the pass and the generators stay where they are.
+
+        Raises:
+            ParallelismValueError: there is none.
+        """
+        nothing, state = object(), self._present_state()
+        with set_aside():
+            batch = next(iter(self._dataloader), nothing)
+            self._continue_at(state)
+        if batch is nothing:
+            raise ParallelismValueError(
+                f"The {type(self._dataloader).__name__} is empty; every rank needs at least one batch."
+            )
         return batch
 
     def place(self, last: bool) -> dict[str, Any]:
         """This rank's position: after its last batch, or before it if that is held back (`last`)."""
-        batches = self.batches - last
-        return {"batches": batches, "state": self._state if last else self._state_now()}
+        return {"batches": self.batches - last, "state": self._state if last else self._present_state()}
 
     def generators(self, last: bool) -> dict[str, Any]:
         """The host's generators at that position, if reading has moved them."""
@@ -60,23 +86,35 @@ class Reading:
 
     def place_of_all(self, last: bool) -> dict[str, Any]:
         """What a checkpoint holds; every rank asks."""
-        mine = self.place(last)
-        ranks = [mine] if self._kind == _ANY_WORLD else process_group.gather_objects(mine)
+        ranks = process_group.gather_objects(self.place(last))
+        if self._kind == _ANY_WORLD:  # a rank without a share of the last batch is behind the others
+            ranks = [max(ranks, key=lambda place: place["batches"])]
         return {"kind": self._kind, "ranks": ranks}
 
+    def _present_state(self) -> Any:
+        # A loader whose pass has ended may start over, so the state is the one before it noticed the end.
+        return self._state if self._ended else self._state_now()
+
     def _state_now(self) -> Any:
-        return self._began if self._kind == _COUNTED else self._dataloader.state_dict()
+        if self._kind == _COUNTED:
+            return self._began
+        return self._dataloader.state_dict() if self._start is None else self._start
+
+    def _continue_at(self, state: Any) -> None:
+        self._dataloader.load_state_dict(state)
+        self._iterator, self._start = iter(self._dataloader), state
 
     def _go_to(self, place: Mapping[str, Any]) -> None:
         self.batches, state = place["batches"], place["state"]
         if self._kind != _COUNTED:
-            self._dataloader.load_state_dict(state)
-            self._iterator = iter(self._dataloader)
+            self._continue_at(state)
             return
         self._began = state
         set_host_states(from_plain(state))
         self._iterator = iter(self._dataloader)
-        found = sum(1 for _ in islice(self._iterator, self.batches))
+        found = 0
+        for batch in islice(self._iterator, self.batches):
+            self.skipped, found = batch, found + 1
         if found < self.batches:
             raise ParallelismValueError(
                 f"The {type(self._dataloader).__name__} has {found} batches, but {self.batches} were read "

@@ -1,18 +1,20 @@
 """A second Trainer resumes where the first one stopped: bit-equal, whatever the dataloader."""
 
 import random
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismValueError
-from composer_dist.trainer import Callback, DistributedDataLoader, Trainer
+from composer_dist.trainer import Callback, DistributedDataLoader, StreamingDataLoader, Trainer
+from composer_dist.trainer.data.feed import Feed, Size
 from composer_dist.trainer.data.position import Reading
 from composer_dist.trainer.data.randomness import generator_states, set_generator_states
 from tests.kit.compare import equal, fails, fails_alike
@@ -126,6 +128,87 @@ def test_resumes_bit_equal_with_workers(make: Any) -> None:
 )
 def test_resumes_bit_equal_on_two_ranks(world2: World, make: Any, stop: bool) -> None:
     world2(both_ways, make, 5, stop)
+
+
+def short_list() -> Any:
+    return list(DataLoader(range(7 - 5 * dist.get_rank()), 2))
+
+
+def short_torchdata() -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(range(7 - 5 * dist.get_rank()), 2, shuffle=True)
+
+
+def short_streaming() -> Any:
+    from datasets import Dataset
+
+    stream = Dataset.from_dict({"number": list(range(5))}).to_iterable_dataset(num_shards=5)
+    return StreamingDataLoader(stream, 1, collate_fn=lambda rows: torch.tensor([rows[0]["number"]])).placed(
+        2, dist.get_rank()
+    )
+
+
+def short_own() -> Any:
+    """Three batches; rank 0 has no share of the last one."""
+    return DistributedDataLoader(range(9), 2, shuffle=True).placed(2, dist.get_rank())
+
+
+def short_stream() -> Any:
+    return DistributedDataLoader(Numbers(), 2).placed(2, dist.get_rank())
+
+
+class Numbers(IterableDataset[int]):
+    """A stream that does not know its length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+
+def fed(feed: Feed, batches: int = 100) -> list[list[int]]:
+    """The next batches of all ranks that count."""
+    found = []
+    while len(found) < batches and (one := feed.next()):
+        assert len(one.batch)
+        found.append([] if one.filler else one.batch.tolist())
+    return found
+
+
+def rests(make: Any, batches: int, held: bool) -> tuple[Any, ...]:
+    """What a pass gives after some batches; what one that resumes there gives; and the pass after that."""
+
+    def opened(loader: Any, place: Any = None) -> Feed:
+        return Feed(loader, "train", lambda batch: Size(len(batch), 1, 1.0), place=place)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the other rank has more batches
+        torch.manual_seed(dist.get_rank())
+        first = opened(make())
+        fed(first, batches)
+        assert not held or first.next(stop=True) is None
+        place = first.place()
+        loader = make()
+        second = opened(loader, place)
+        generator = torch.get_rng_state()
+        again = second.place()
+        found = fed(second)
+        assert torch.equal(generator, torch.get_rng_state())
+        return fed(first), found, fed(opened(make(), again)), len(list(loader))
+
+
+@pytest.mark.promise(98, 100)
+@pytest.mark.filterwarnings("ignore:'set_vital'")
+@pytest.mark.parametrize("make", [short_list, short_torchdata, short_streaming, short_own, short_stream])
+@pytest.mark.parametrize(("batches", "held"), [(1, False), (2, False), (2, True), (3, False)])
+def test_a_pass_resumes_where_one_rank_has_run_out(
+    world2: World, make: Any, batches: int, held: bool
+) -> None:
+    lengths = {short_list: (4, 1), short_torchdata: (4, 1), short_streaming: (3, 2)}.get(make, (2, 3))
+    for (expected, found, again, length), full in zip(
+        world2(rests, make, batches, held), lengths, strict=True
+    ):
+        assert found == again == expected
+        assert length == full
 
 
 def save_after_three(make: Any) -> Mapping[str, Any]:
