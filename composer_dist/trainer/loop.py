@@ -136,6 +136,8 @@ class TrainingLoop:
             self._run_event(Event.BEFORE_DATALOADER)
             fed = feed.next(state.stop_requested, state.take_alarm())
             if fed is None:
+                if feed.ended and feed.alarmed:
+                    state.raise_alarm()  # no batch is left to answer it; the next epoch's first one does
                 break
             self._batch(fed, feed)
         # A fit may end on the last batch, before the feed has been asked for one more.

@@ -43,15 +43,15 @@ def check_samples(folder: Path) -> None:
         assert len(found) == len(set(found)) == SAMPLES
 
 
-def terminated(folder: Path, rank: int, parallel: bool) -> None:
+def terminated(folder: Path, rank: int, parallel: bool, during: int) -> None:
     folder.mkdir(exist_ok=True)
     before = signal.getsignal(signal.SIGTERM)
-    trainer = build(folder, Ending(folder, 4, signal.SIGTERM, rank), parallel=parallel)
+    trainer = build(folder, Ending(folder, during, signal.SIGTERM, rank), parallel=parallel)
     with pytest.raises(SystemExit, match=r"^143$"):
         trainer.fit()
     assert signal.getsignal(signal.SIGTERM) is before
     batch = trainer.state.timestamp.batch
-    assert batch in (5, 6)  # the one under way, or the next
+    assert batch in (during + 1, during + 2)  # the one under way, or the next
     again = build(folder, parallel=parallel)
     assert again.state.timestamp.batch == batch
     again.fit()
@@ -60,11 +60,12 @@ def terminated(folder: Path, rank: int, parallel: bool) -> None:
 
 @pytest.mark.promise(100)
 @pytest.mark.parametrize("parallel", [False, True])
-def test_sigterm_saves_and_ends_all_ranks(world2: World, tmp_path: Path, parallel: bool) -> None:
+@pytest.mark.parametrize("during", [4, 5])  # in an epoch, and in its last batch
+def test_sigterm_saves_and_ends_all_ranks(world2: World, tmp_path: Path, parallel: bool, during: int) -> None:
     if parallel:
-        world2(terminated, tmp_path / "run", 1, True)
+        world2(terminated, tmp_path / "run", 1, True, during)
     else:
-        terminated(tmp_path / "run", 0, False)
+        terminated(tmp_path / "run", 0, False, during)
     check_samples(tmp_path / "run")
 
 

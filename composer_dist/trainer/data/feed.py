@@ -101,6 +101,8 @@ class Feed:
         """Whether all ranks have run out."""
         self.stopped = False
         """Whether a rank asked to stop, at the last `next`; a batch is kept for the next call."""
+        self.alarmed = False
+        """Whether a rank raised the alarm, at the last fetch, which may have found the end."""
         self.length: int | None = None
         """The most batches that any rank has, where all know it; from the first `next` on."""
 
@@ -137,6 +139,7 @@ class Feed:
         row += [size.samples, size.tokens, size.weight]
         table = process_group.rows_of_ranks(row).tolist()
         statuses, lengths, stops, alarms, clocks, samples, tokens, weights = zip(*table, strict=True)
+        self.alarmed = any(alarms)
         if _Status.FAILED in statuses:
             if self._world == 1 and error is not None:
                 raise error
@@ -159,7 +162,7 @@ class Feed:
             samples=round(sum(samples) * self._share),
             tokens=round(sum(tokens) * self._share),
             seconds=clocks[0],
-            alarmed=any(alarms),
+            alarmed=self.alarmed,
         )
         return fed, any(stops)
 
