@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,8 @@ def train_batch(
             "-100?), so it has no gradient; leave out such batches."
         )
     run_event(Event.BEFORE_TRAIN_BATCH)
+    if state.batch is not None:  # as it is after an evaluation in a callback
+        fed = replace(fed, batch=state.batch)  # callbacks may have put another one there
     total = microbatches.run(fed.most, lambda parts: _gradients(state, fed, parts, run_event, how))
     state.batch = fed.batch
     state.loss = process_group.all_reduce(total, "mean")

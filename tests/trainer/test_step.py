@@ -104,6 +104,20 @@ def test_microbatches_and_ranks_without_labels_add_nothing(world2: World) -> Non
             same_training(found, expected)
 
 
+@pytest.mark.parametrize("event", ["after_dataloader", "batch_start", "before_train_batch"])
+def test_the_model_trains_on_the_batch_that_a_callback_puts_in_its_place(event: str) -> None:
+    other = joined(tagged(7, seed=2))
+    found, note = seen_at("after_train_batch", lambda state: state.batch)
+
+    def exchange(state: State) -> None:
+        state.batch = other
+
+    options = {"device_train_microbatch_size": 4, "callbacks": [At(**{event: exchange}), note]}
+    _, log = fitted_on_parts([], train_dataloader=[joined(tagged(7))], **options)
+    assert log.values("loss/train/total") == [pytest.approx(reference(other)[0], rel=1e-6)]
+    assert found == [other]
+
+
 def test_gradients_start_from_zero_at_every_batch() -> None:
     found, callback = seen_at("after_train_batch", gradients)
     options = {"optimizers": partial(sgd, lr=1e-30), "callbacks": callback}
