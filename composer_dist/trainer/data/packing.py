@@ -111,7 +111,7 @@ class PackedStream(_Packing, IterableDataset[dict[str, Tensor]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Starts at the beginning; calls the documents' own `set_epoch`, if they have one."""
-        self._start = {}
+        self._start = self._place = {}
         if callable(tell := getattr(self.documents, "set_epoch", None)):
             tell(epoch)
 

@@ -76,6 +76,22 @@ def test_ranks_read_their_own_part_and_resume_without_reading_again(
     assert everything == Counter(token for token in expected if token)
 
 
+@pytest.mark.parametrize("how", [None, "cut", "whole"])
+def test_the_position_before_the_first_batch_of_an_epoch_is_its_start(how: Any, tmp_path: Path) -> None:
+    def opened() -> Any:
+        stream = files(tmp_path)
+        packed = stream if how is None else PackedStream(stream, 7, how=how, window=4)
+        return StreamingDataLoader(packed, 1, collate_fn=collate if how is None else None)
+
+    first = opened()
+    whole = tokens(first)
+    first.set_epoch(1)
+    iter(first)
+    second = opened()
+    second.load_state_dict(first.state_dict())
+    assert tokens(second) == whole
+
+
 def test_workers_divide_the_files_and_resume(tmp_path: Path) -> None:
     def opened(workers: int = 2) -> Any:
         packed = PackedStream(files(tmp_path), 7, how="whole")
