@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ class PadRows:
     A batch has `input_ids`, `labels`, `attention_mask` and what else the rows have; packed rows, with
     `position_ids`, get no mask. Sequences of labels are padded with -100, others with 0. Rows without
     `labels` have their tokens as labels. A label that is a number, or a
-    `label` as tables call it, stays one for each row. Columns of strings are left out.
+    `label` as tables call it, stays one for each row. Columns of strings, and of None in all rows, are left
+    out.
 
     Args:
         pad_token_id: for `input_ids`.
@@ -33,7 +35,8 @@ class PadRows:
         """The batch.
 
         Raises:
-            ParallelismValueError: rows have no `input_ids`, or do not have the same columns.
+            ParallelismValueError: rows have no `input_ids`, do not have the same columns, or a column has
+                numbers in some of them only.
         """
         if wrong := [number for number, row in enumerate(rows) if "input_ids" not in row]:
             raise ParallelismValueError(
@@ -42,8 +45,8 @@ class PadRows:
             )
         if len({frozenset(row) for row in rows}) > 1:
             raise ParallelismValueError("The rows of a batch do not all have the same columns.")
-        numbers = [key for key, value in rows[0].items() if not isinstance(value, str | None)]
-        columns = {("labels" if key == "label" else key): [row[key] for row in rows] for key in numbers}
+        columns = {("labels" if key == "label" else key): _numbers(rows, key) for key in rows[0]}
+        columns = {key: values for key, values in columns.items() if values}
         columns.setdefault("labels", columns["input_ids"])
         if "position_ids" not in columns:
             columns.setdefault("attention_mask", [[1] * len(ids) for ids in columns["input_ids"]])
@@ -56,8 +59,22 @@ class PadRows:
             return torch.stack(tensors)
         longest = max(len(one) for one in tensors)
         size = -(-longest // self.multiple_of) * self.multiple_of
-        dtype = next((one.dtype for one in tensors if len(one)), torch.long)  # an empty list has none
-        made = torch.full((len(tensors), size), padding, dtype=dtype)
+        dtypes = [one.dtype for one in tensors if len(one)] or [torch.long]  # an empty list has none
+        made = torch.full((len(tensors), size), padding, dtype=reduce(torch.promote_types, dtypes))
         for row, one in zip(made, tensors, strict=True):
             row[: len(one)] = one
         return made
+
+
+def _numbers(rows: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
+    """A column's values; none if no row has numbers there."""
+    values = [row[key] for row in rows]
+    without = [number for number, value in enumerate(values) if isinstance(value, str | None)]
+    if len(without) == len(values):
+        return []
+    if without:
+        raise ParallelismValueError(
+            f"Column {key!r} is {values[without[0]]!r} in row {without[0]} of a batch, but other rows have "
+            "numbers there. Give every row numbers, or remove the column."
+        )
+    return values

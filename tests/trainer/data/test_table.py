@@ -56,6 +56,23 @@ def test_rows_are_padded_column_by_column() -> None:
         PadRows(0)([{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}])
 
 
+def test_a_column_has_one_type_in_all_rows_of_a_batch() -> None:
+    mixed = [
+        {"input_ids": [1, 2], "weights": [1, 0], "score": 1, "tools": None, "name": None},
+        {"input_ids": [3, 4], "weights": [0.5, 0.25], "score": 0.5, "tools": None, "name": "a"},
+    ]
+    for rows in (mixed, mixed[::-1]):
+        batch = PadRows(0)(rows)
+        assert list(batch) == ["input_ids", "weights", "score", "labels", "attention_mask"]
+        assert batch["input_ids"].dtype == torch.long
+        assert batch["weights"].tolist() == [row["weights"] for row in rows]
+        assert batch["score"].tolist() == [row["score"] for row in rows]
+    none, some = {"input_ids": [1], "score": None}, {"input_ids": [2], "score": 0.5}
+    for number, rows in enumerate([[none, some], [some, none]]):
+        with pytest.raises(ParallelismValueError, match=f"Column 'score' is None in row {number} of a batch"):
+            PadRows(0)(rows)
+
+
 def test_a_text_to_write_has_an_end() -> None:
     tokenizer = chat_tokenizer()
     end = tokenizer.eos_token_id
