@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from composer_dist.config.base import require
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.trainer.data.streaming import rewind, split
+from composer_dist.trainer.data.streaming import rewind, split, with_position
 
 IGNORED = -100
 Piece = tuple[int, int, int]
@@ -86,8 +86,8 @@ class PackedDataset(_Packing, Dataset[dict[str, Tensor]]):
 class PackedStream(_Packing, IterableDataset[dict[str, Tensor]]):
     """Blocks of tokens from a stream of documents.
 
-    It has a position (`state_dict`), from which reading continues with at most `window` documents read again,
-    and can be split by rank where the documents can.
+    It has a position (`state_dict`), from which reading continues with at most `window` documents read again
+    (with a shuffle buffer of `datasets`, all), and can be split by rank where the documents can.
 
     Args:
         documents: an iterable of token sequences, or of mappings with one and perhaps `labels`; starts over
@@ -135,12 +135,11 @@ class PackedStream(_Packing, IterableDataset[dict[str, Tensor]]):
 
     def _read(self, place: Any) -> Iterator[tuple[Any, Tensor]]:
         """Each document's tokens and labels, and before them the position where it is read."""
-        documents = self.documents
+        rewind(self.documents)
+        documents = with_position(self.documents)
         stateful = hasattr(documents, "load_state_dict")
         if stateful and place is not None:
             documents.load_state_dict(place)
-        else:
-            rewind(documents)
         before = 0 if stateful else place or 0
         iterator = islice(iter(documents), before, None)
         for number in count(before):

@@ -1,18 +1,21 @@
 """A dataloader of streams that are split by rank and worker, and that continues where it was.
 
 Each rank has its own position, so a run resumes on the same number of ranks. Nothing is read again, except
-for what `datasets` reads of the present file.
+for what `datasets` reads of the present file. A stream with a shuffle buffer is read up to its position.
 """
 
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Self
 
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.trainer.data.randomness import set_aside
 
 
 class StreamingDataLoader:
@@ -121,10 +124,11 @@ class StreamingDataLoader:
         size = self.batch_size or (self.global_batch_size or 1) // (self.num_replicas or 1)
         # A generator of its own, so that opening a pass draws nothing from the process's.
         options = {"generator": torch.Generator(), **self._options}
+        stream = with_position(self.dataset)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it
             loader = StatefulDataLoader(
-                self.dataset, size, collate_fn=self.collate_fn, drop_last=self.drop_last, **options
+                stream, size, collate_fn=self.collate_fn, drop_last=self.drop_last, **options
             )
         if state is not None:
             loader.load_state_dict(state)
@@ -151,6 +155,50 @@ def rewind(stream: Any) -> None:
     """Lets a stream of `datasets` start its next pass at the beginning, not at an earlier position."""
     if hasattr(stream, "_ex_iterable"):
         stream.load_state_dict(None)
+
+
+def with_position(stream: Any) -> Any:
+    """The stream, for one pass; counted, if the position of `datasets` lacks what a shuffle buffer holds."""
+    return _Counted(stream) if _has_shuffle_buffer(getattr(stream, "_ex_iterable", None)) else stream
+
+
+@dataclass(eq=False)
+class _Counted(IterableDataset[Any]):
+    """One pass over a stream; its position is a number of samples, up to which the stream is read again."""
+
+    stream: Any
+    samples: int = 0
+    _own: bool = False
+    """Whether the position is the stream's own, as in older checkpoints."""
+
+    def state_dict(self) -> Any:
+        return self.stream.state_dict() if self._own else {"samples": self.samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._own = "samples" not in state
+        if self._own:
+            self.stream.load_state_dict(state)
+        else:
+            self.samples = state["samples"]
+
+    def __iter__(self) -> Iterator[Any]:
+        stream = iter(self.stream)
+        with set_aside():
+            for _ in islice(stream, self.samples):
+                pass
+        for sample in stream:
+            self.samples += 1
+            yield sample
+
+
+def _has_shuffle_buffer(part: Any) -> bool:
+    """Whether a part of a stream of `datasets`, or one that it reads, shuffles in a buffer."""
+    if part is None:
+        return False
+    from datasets.iterable_dataset import BufferShuffledExamplesIterable
+
+    inner = getattr(part, "ex_iterables", [getattr(part, "ex_iterable", None)])
+    return isinstance(part, BufferShuffledExamplesIterable) or any(map(_has_shuffle_buffer, inner))
 
 
 def check_splits(stream: Any) -> None:

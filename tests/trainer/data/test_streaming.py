@@ -9,6 +9,7 @@ import pytest
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import DistributedDataLoader, PackedStream, StreamingDataLoader
+from composer_dist.trainer.data import packing, streaming
 
 pytestmark = pytest.mark.promise(124)
 datasets = pytest.importorskip("datasets", reason="an extra")
@@ -107,6 +108,49 @@ def test_workers_divide_the_files_and_resume(tmp_path: Path) -> None:
     assert sorted(whole) == sorted(tokens(opened(0)))
     with pytest.raises(ParallelismValueError, match="position is that of 2 workers, but num_workers is 0"):
         opened(0).load_state_dict(first.state_dict())
+
+
+def shuffled(folder: Path, how: Any = None, workers: int = 0, state: Any = None) -> Any:
+    """Epoch 1 of a stream with a shuffle buffer, or what is left of it."""
+    stream = files(folder).shuffle(seed=3, buffer_size=5).map(dict)
+    packed = stream if how is None else PackedStream(stream, 7, how=how, window=4)
+    options = {"num_workers": workers, "collate_fn": collate if how is None else None}
+    loader = StreamingDataLoader(packed, 1, **options)
+    loader.set_epoch(1)
+    if state is not None:
+        loader.load_state_dict(state)
+    return loader
+
+
+def beginning(loader: Any, batches: int = 5) -> tuple[list[int], Any]:
+    """What the first batches hold, and the position after them."""
+    iterator = iter(loader)
+    return tokens(next(iterator) for _ in range(batches)), loader.state_dict()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("how", [None, "cut", "whole"])
+def test_what_a_shuffle_buffer_holds_is_not_lost(how: Any, workers: int, tmp_path: Path) -> None:
+    whole = tokens(shuffled(tmp_path, how, workers))
+    first, state = beginning(shuffled(tmp_path, how, workers))
+    second, state = beginning(shuffled(tmp_path, how, workers, state))
+    last = shuffled(tmp_path, how, workers, state)
+    assert first + second + tokens(last) == whole
+    assert tokens(last) == whole  # the next pass begins at the start
+
+
+@pytest.mark.parametrize("how", [None, "cut"])
+def test_positions_of_shuffled_streams_in_older_checkpoints_are_read(
+    how: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as older:
+        for module in (streaming, packing):
+            older.setattr(module, "with_position", lambda stream: stream)
+        _, state = beginning(shuffled(tmp_path, how))
+        second, later = beginning(shuffled(tmp_path, how, state=state))
+        rest = tokens(shuffled(tmp_path, how, state=later))
+    assert beginning(shuffled(tmp_path, how, state=state)) == (second, later)
+    assert tokens(shuffled(tmp_path, how, state=later)) == rest
 
 
 def test_what_cannot_be_split_is_refused(tmp_path: Path) -> None:
