@@ -133,5 +133,11 @@ class Every:
         return due
 
     def passes_with_this_batch(self, state: State) -> bool:
-        """Like `passed`, for the end of the current training batch."""
-        return self.passed(state, state.timestamp.next_batch())
+        """Like `passed`, for the end of the current training batch, and of the epoch if that ends with it.
+
+        An epoch of unknown length ends when the next batch is fetched, so it counts with the batch after it.
+        """
+        end = state.next_timestamp
+        if end.batch_in_epoch == state.train_length:
+            end = end.next_epoch()
+        return self.passed(state, end)

@@ -164,6 +164,8 @@ class TrainingLoop:
         state = self._state
         state.batch, state.alarmed = fed.batch, fed.alarmed
         state.dataloader_len = state.train_length = feed.length
+        size = {"samples": fed.samples, "tokens": fed.tokens}
+        state.next_timestamp = state.timestamp.next_batch(**size, seconds=fed.seconds)
         if state.timestamp == state.fit_start:
             for schedule in self._options.schedules:
                 schedule.check_warmup(state)
@@ -179,8 +181,7 @@ class TrainingLoop:
         )
         if options.schedule_batches:
             self._step_schedulers()
-        size = {"samples": fed.samples, "tokens": fed.tokens}
-        state.timestamp = state.timestamp.next_batch(**size, seconds=fed.seconds)
+        state.timestamp = state.next_timestamp
         state.throughput.update(state.timestamp)
         metrics |= compute_metrics(state.train_metrics, "train")
         self._logger.log_metrics(metrics)

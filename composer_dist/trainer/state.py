@@ -47,6 +47,8 @@ class State:
     schedule_end: Time | None = None
     """What schedules count `dur` to: the Trainer's `max_duration`, or the end of a `fit` beyond it."""
     timestamp: Timestamp = field(default_factory=Timestamp)
+    next_timestamp: Timestamp = field(default_factory=Timestamp)
+    """The time at the end of the current training batch."""
     fit_start: Timestamp = field(default_factory=Timestamp)
     """Where the current `fit` began."""
     throughput: Throughput = field(default_factory=Throughput)

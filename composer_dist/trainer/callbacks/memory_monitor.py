@@ -38,6 +38,8 @@ class MemoryMonitor(Periodic):
         if self._every.passed(state):
             logger.log_metrics(over_ranks(memory_of(state.device)))
 
+    epoch_end = batch_end
+
 
 def memory_of(device: torch.device) -> dict[str, float]:
     """This process's memory on the host and on its device, in bytes, by name."""

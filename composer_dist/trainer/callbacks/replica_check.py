@@ -65,3 +65,5 @@ class ReplicaCheck(Periodic):
             f"{listed(said, 5, '; ')}. Memory or a computation may be faulty there: take the host out, and "
             "resume from a checkpoint that was saved before."
         )
+
+    epoch_end = batch_end

@@ -66,3 +66,9 @@ def test_it_looks_at_intervals() -> None:
     trainer, _ = quiet(callbacks=[Spoil("batch", 0), NaNMonitor("3ba")])
     text = message(trainer, train_dataloader=[points(4)[:] for _ in range(3)])
     assert text.startswith("The loss of batch 3 is nan. Not finite: the parameter 'module.0.weight'")
+
+
+def test_it_looks_at_the_last_batch_of_an_epoch() -> None:
+    trainer, _ = quiet(callbacks=[Spoil("batch", 0), NaNMonitor("1ep")])
+    text = message(trainer, train_dataloader=[points(4)[:] for _ in range(3)])
+    assert text.startswith("The loss of batch 3 is nan. ")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from composer_dist.trainer import GradientNorm, OptimizerMonitor
+from composer_dist.trainer import GradientNorm, MemoryMonitor, OptimizerMonitor
 from tests.kit.phases import adamw
 from tests.kit.training import batches, fitted_on_parts, on_sentences, tagger
 from tests.kit.world import World
@@ -103,3 +103,23 @@ def test_global_norms_alone_at_intervals() -> None:
         "l2_norm/param/global": [2, 4],
         "l2_norm/update/global": [2, 4],
     }
+
+
+@pytest.mark.parametrize(
+    ("interval", "batches"),
+    [
+        ("12sp", [2, 4, 6, 8]),
+        ("13sp", [3, 5, 7]),
+        ("60tok", [2, 4, 6, 8]),
+        ("1ep", [4, 8]),
+        ("2ep", [8]),
+        ("0.5dur", [4, 8]),
+    ],
+)
+def test_an_interval_ends_with_the_batch_that_completes_it(interval: str, batches: list[int]) -> None:
+    """Two epochs of four batches of 6 samples and 30 tokens."""
+    monitors = [OptimizerMonitor(interval, False), GradientNorm(interval), MemoryMonitor(interval)]
+    _, log = fitted_on_parts([6], callbacks=monitors, max_duration="2ep")
+    seen = {name: sorted({time.batch for time, _ in values}) for name, values in log.data.items()}
+    for name in ("l2_norm/update/global", "l2_norm/grad/global", "memory/host/rss/mean"):
+        assert seen[name] == batches, name

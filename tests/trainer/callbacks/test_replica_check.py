@@ -96,6 +96,12 @@ def test_a_check_at_intervals_sends_little(config: str) -> None:
 
 
 @on_ranks(2)
+def test_the_end_of_the_last_epoch_is_checked() -> None:
+    with fails_alike(ParallelismRuntimeError, "After batch 4, ranks that should hold the same values"):
+        trainer("ddp", "weight", 1, "1ep").fit()
+
+
+@on_ranks(2)
 def test_local_sgd_is_refused() -> None:
     hook = DDPConfig(comm_hook="post_local_sgd", averaging_period=2)
     with fails(ParallelismValueError, "with local SGD they differ"):
