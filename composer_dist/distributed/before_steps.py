@@ -46,17 +46,20 @@ def _register() -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Check the optimizer; where a closure is yet to compute the gradients, after each call of it."""
-    closure = kwargs.get("closure") or next(iter(args[1:]), None)
+    named = kwargs.get("closure")
+    closure = named or next(iter(args[1:]), None)
     if not callable(closure):
         _check(optimizer)
         return None
 
-    def checked() -> Any:
-        result = closure()
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        result = closure(*args, **kwargs)
         _check(optimizer)
         return result
 
-    return args[:1], {**kwargs, "closure": checked}
+    if named:
+        return args, {**kwargs, "closure": checked}
+    return (args[0], checked, *args[2:]), kwargs
 
 
 def _check(optimizer: Optimizer) -> None:

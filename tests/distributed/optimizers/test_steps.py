@@ -1,6 +1,7 @@
 """Steps and writes that torch loses in silence, and evaluations before training."""
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -157,6 +158,35 @@ def test_what_to_check_is_decided_once_for_an_optimizer_and_again_for_other_para
     del owner
     optimizer.step()
     assert checked == [optimizer] * 5
+
+
+class _Scaled(torch.optim.SGD):
+    def step(self, loss_fn: Callable[..., float], scale: float = 1.0) -> float:  # type: ignore[override]
+        loss = loss_fn(scale=scale)
+        super().step()
+        return loss
+
+
+def test_a_step_passes_all_of_its_arguments_and_its_closure_s_whatever_their_names_are() -> None:
+    """The closure became an argument called closure, and what followed it was lost."""
+
+    class Owner:
+        pass
+
+    owner, checked = Owner(), []
+    before_every_step(owner, lambda owner, optimizer: lambda owner, optimizer: checked.append(optimizer))
+    weight = nn.Parameter(torch.ones(1))
+    scaled, plain = _Scaled([weight], 0.1), torch.optim.SGD([weight], 0.1)
+
+    def closure(scale: float = 2.0) -> float:
+        weight.grad = torch.tensor([scale])
+        return scale
+
+    assert scaled.step(closure, 3.0) == 3.0
+    torch.testing.assert_close(weight.data, torch.tensor([0.7]))
+    assert plain.step(closure=closure) == 2.0
+    torch.testing.assert_close(weight.data, torch.tensor([0.5]))
+    assert checked == [scaled, scaled, plain]  # the inherited step is a step too
 
 
 @on_ranks(2)
