@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import wraps
 from inspect import currentframe
 from itertools import compress
-from math import prod
+from math import inf, prod
 from traceback import walk_stack
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,24 +43,24 @@ def refuse_local_scalars(message: str) -> None:
 def reduce_exactly() -> None:
     """Have reductions of shards whose parts may be empty, and `any`, give what they give of whole tensors.
 
-    The largest value of an empty part is an error on that rank alone, and torch adds up how many ranks have
-    any, which is more than one where it is cast to a number. By the same table. Since torch 2.2.
+    The largest value of an empty part, which is also an infinity norm, is an error on that rank alone, and
+    torch adds up how many ranks have any, which is more than one where it is cast to a number. By the same
+    table. Since torch 2.2.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
 
     def reduce(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensor: DTensor = args[0]
-        whole = [Replicate()] * tensor.device_mesh.ndim
-        if op not in _ANY and _is_uneven(tensor):
-            args = (tensor.redistribute(placements=whole), *args[1:])
+        if op in _LARGEST or (op in _NORMS and any(not 0 <= order < inf for order in args[1:2])):
+            many = isinstance(args[0], (list, tuple))
+            args = ([*map(_evened, args[0])] if many else _evened(args[0]), *args[1:])
         handlers.pop(op, None)
         try:
             result = op(*args, **kwargs)
         finally:
             handlers[op] = reduce
-        return result.redistribute(placements=whole) if op in _ANY and _is_partial(result) else result
+        return _replicated(result) if op in _ANY and _is_partial(result) else result
 
-    handlers.update(dict.fromkeys(_ANY | _LARGEST, reduce))
+    handlers.update(dict.fromkeys(_ANY | _LARGEST | _NORMS, reduce))
 
 
 def check_scaled_gradients() -> None:
@@ -258,6 +258,15 @@ def _is_cut(tensor: DTensor, on_any_device: bool) -> bool:
     return cut and (on_any_device or tensor.device_mesh.device_type == "cpu")
 
 
+def _evened(tensor: Any) -> Any:
+    """The tensor itself, or the whole of it on every rank if its parts differ in size."""
+    return _replicated(tensor) if isinstance(tensor, DTensor) and _is_uneven(tensor) else tensor
+
+
+def _replicated(tensor: DTensor) -> DTensor:
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+
+
 def _is_uneven(tensor: DTensor) -> bool:
     """Whether parts of a sharded tensor differ in size, so that some may be empty."""
     cuts = list(zip(tensor.placements, tensor.device_mesh.shape, strict=True))
@@ -296,6 +305,7 @@ _LARGEST = frozenset(
     for overload in packet.overloads()
     if overload in ("default", "dim")
 )
+_NORMS = frozenset([_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar])
 _WITH_ANOTHER = [
     "add_",
     "sub_",

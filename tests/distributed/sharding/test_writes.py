@@ -35,6 +35,15 @@ def _parameters(model: nn.Module) -> None:
         parameter.data[parameter.data > 0] = 0
 
 
+def _clipped(foreach: bool) -> Callable[[nn.Module], None]:
+    """By the largest gradient, which a rank without rows has none of."""
+
+    def clip(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01, torch.inf, foreach=foreach)
+
+    return clip
+
+
 def _rows(gradient: Tensor) -> Tensor:
     return torch.zeros(1, *gradient.shape[1:], dtype=torch.int64)
 
@@ -56,6 +65,9 @@ WRITES: dict[str, Callable[[nn.Module], None]] = {
     "scatter_reduce_": _of_each(lambda g, mask: g.scatter_reduce_(0, _rows(g), torch.ones(g.shape), "amax")),
     "fill_diagonal_": _of_each(lambda g, mask: g.fill_diagonal_(7) if g.ndim == 2 else None),
     "largest": _of_each(lambda g, mask: g.sub_(g.amax()).sub_(g.max(0)[0])),
+    "norms": _of_each(lambda g, mask: g.sub_(g.norm(torch.inf)).add_(g.norm(-torch.inf, 0)).sub_(g.norm())),
+    "clipped": _clipped(foreach=False),
+    "clipped in one call": _clipped(foreach=True),
     "any": _of_each(lambda g, mask: g.mul_((g > 0).any().float()).mul_(1 + (g > 0).any(0).int())),
     "tril_": _of_each(lambda g, mask: g.tril_() if g.ndim == 2 else None),
     "another layout": _of_each(lambda g, mask: g.copy_(g.softmax(0)).add_(g.flip(0), alpha=2)),
