@@ -51,6 +51,8 @@ class State:
     """The time at the end of the current training batch."""
     fit_start: Timestamp = field(default_factory=Timestamp)
     """Where the current `fit` began."""
+    restored: int = 0
+    """How often earlier weights were restored, which changes the model without a batch."""
     throughput: Throughput = field(default_factory=Throughput)
 
     train_dataloader: Iterable[Any] | None = None

@@ -132,7 +132,8 @@ class CheckpointSaver(Callback):
         self._pending: PendingSave | None = None
         self._writing: str = ""
         """The path of the last save that was begun."""
-        self._saved: Timestamp | None = None
+        self._saved: tuple[Timestamp, int] | None = None
+        """When the last save was, and how often weights had been restored by then."""
         self._failure: CheckpointError | None = None
         """Why the last save failed, which has been told."""
         self._slow = False
@@ -243,7 +244,8 @@ class CheckpointSaver(Callback):
     def _save(self, state: State, final: bool = False) -> None:
         now = replace(state.timestamp, seconds=0.0)
         self._finish()
-        if self._saved == now:
+        saves = now, state.restored
+        if self._saved == saves:
             return
         name = self._name(now)
         path = f"{self.folder.rstrip('/')}/{name}"
@@ -259,7 +261,7 @@ class CheckpointSaver(Callback):
             self._pending = save_checkpoint(
                 path, saved, sharded=self._sharded, asynchronous=self._asynchronous
             )
-            self._saved = now
+            self._saved = saves
             if self._pending is None:
                 self._complete()
 

@@ -269,6 +269,7 @@ class FineTuningPhases(Callback):
     def _return_to_best(self) -> None:
         if self._best is not None:
             put_back(self._best, self._state.model, self._state.optimizers, self._state.averages)
+            self._state.restored += 1
 
     def _snapshot(self) -> Snapshot:
         return take_snapshot(self._state.model, self._state.optimizers, self._state.averages)

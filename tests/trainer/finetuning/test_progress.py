@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import StepLR
 
 from composer_dist.errors import CheckpointValueError, ParallelismKeyError
-from composer_dist.trainer import Callback, CheckpointSaver, FineTuningPhases, NoImprovement, Phase
+from composer_dist.trainer import Callback, CheckpointSaver, FineTuningPhases, NoImprovement, Phase, Resume
 from tests.kit.compare import close, equal, full, same, weights
 from tests.kit.grids import slow
 from tests.kit.phases import DDP, DOWN, FSDP, HEAD, TP, UP, by_hand, everywhere, mine, phased, recorded
@@ -106,6 +106,18 @@ def test_the_last_phase_ends_the_training_with_the_best_weights_of_all() -> None
     with pytest.warns(UserWarning, match="last phase has already ended"):
         trainer.fit()
     assert len(recorder.weights) == 5
+
+
+@pytest.mark.promise(75)
+def test_the_last_checkpoint_has_the_weights_with_which_the_training_ends(tmp_path: Path) -> None:
+    """The fit ends after the fourth batch, which has been saved, with the weights of the second."""
+    trainer, _, recorder, _ = phased([Phase("rest", until=by_score(2))], **watched(SCORES))
+    trainer.callbacks.append(CheckpointSaver(tmp_path, "1ba"))
+    trainer.fit()
+    trainer.close()
+    last = Resume(load_path=tmp_path / "latest", load_weights_only=True)
+    again, _, _, _ = phased([Phase("rest")], resume=last)
+    equal([weights(again.state.model), weights(trainer.state.model)], [recorder.weights[1]] * 2)
 
 
 def test_at_most_bounds_a_phase_that_keeps_improving() -> None:
