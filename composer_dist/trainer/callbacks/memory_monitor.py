@@ -38,7 +38,8 @@ class MemoryMonitor(Periodic):
         if self._every.passed(state):
             logger.log_metrics(over_ranks(memory_of(state.device)))
 
-    epoch_end = batch_end
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        self.batch_end(state, logger)
 
 
 def memory_of(device: torch.device) -> dict[str, float]:

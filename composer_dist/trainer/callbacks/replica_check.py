@@ -66,4 +66,6 @@ class ReplicaCheck(Periodic):
             "resume from a checkpoint that was saved before."
         )
 
-    epoch_end = batch_end
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Compares, where the interval ends with the epoch."""
+        self.batch_end(state, logger)
