@@ -43,7 +43,8 @@ class DistributedDataLoader:
         drop_last: leave out the last global batch if it is smaller.
         mesh: says which ranks have the same data, by `sampler_kwargs`.
         collate_fn: samples to a batch, torch's by default.
-        options: go to torch's DataLoader: `num_workers`, `pin_memory`, `prefetch_factor`, ...
+        options: go to torch's DataLoader: `num_workers`, `pin_memory`, `prefetch_factor`, ... For a dataset
+            with `set_epoch`, `persistent_workers` persist to the end of an epoch.
 
     Raises:
         ParallelismValueError: not exactly one of the two sizes; an option that cannot work here.
@@ -105,6 +106,7 @@ class DistributedDataLoader:
         """Goes to the start of an epoch; calls the dataset's own `set_epoch`, if it has one."""
         if callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(epoch)
+            self._loader = None  # persistent workers have copies of the dataset, which are not told
         self._epoch, self._ended = epoch, False
         self._start, self._batches_before, self._batches = 0, 0, 0
 
@@ -188,7 +190,7 @@ class DistributedDataLoader:
                 **self._part,
             )
             return DataLoader(stream, batch_size=None, **options)
-        if self._loader is None:  # the same one each time: its workers may persist
+        if self._loader is None:  # else the same one again: its workers may persist
             fetch = FetchBatch(self.dataset, self.collate_fn)
             self._loader = DataLoader(
                 fetch, batch_size=None, sampler=_Requests(WeakMethod(self._requests)), **options

@@ -259,6 +259,28 @@ def test_persistent_workers_follow_the_epochs() -> None:
         assert read([loader], epoch) == read([plain], epoch)
 
 
+class ByEpoch:
+    """Samples that are others in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self.epoch + index
+
+
+def test_the_dataset_of_persistent_workers_is_given_the_epoch() -> None:
+    [loader] = loaders(1, ByEpoch(), batch_size=2, num_workers=1, persistent_workers=True)
+    for epoch in range(3):
+        first = 100 * epoch
+        assert read([loader], epoch) == [[[first, first + 1], [first + 2, first + 3]]]
+
+
 @pytest.mark.promise(91)
 @pytest.mark.parametrize(
     ("data", "options", "error", "message"),
