@@ -14,9 +14,10 @@ class TPConfig(FromDict):
     """Tensor parallelism: how matrices are cut among the ranks of the mesh's "tp" dimension."""
 
     plan: Literal["auto"] | Mapping[str, Any] = "auto"
-    """"auto" uses a Hugging Face model's own plan, or infers one from the structure. Otherwise module name
-    (or "re:...") to style: a name in `distributed.tensor_parallel.styles`, or a torch style object.
-    `Rule(tp=...)` overrides both."""
+    """"auto" uses a Hugging Face model's own plan, or infers one from names and sizes, assuming elementwise
+    operations between two matrices and attention head by head. Otherwise module name (or "re:...") to
+    style: a name in `distributed.tensor_parallel.styles`, or a torch style object. `Rule(tp=...)` overrides
+    both."""
     sequence_parallel: bool = False
     """Cut the sequence too, between attention and feed-forward: less memory for activations. Lengths must
     be multiples of tp."""

@@ -1,8 +1,9 @@
 """Default styles: from a Hugging Face model's own plan, or inferred from the structure.
 
 The structure shows attention (query, key and value projections, or GPT-2's fused one, and an output
-projection), pairs of matrices with elementwise operations in between, the token embedding and the head.
-All other modules are reported.
+projection), pairs of matrices, the token embedding and the head. All other modules are reported. Names and
+sizes do not show what a forward computes between two matrices: it is assumed to be elementwise, and to work
+head by head in attention.
 """
 
 import re
@@ -12,7 +13,13 @@ from typing import Any
 
 from torch import nn
 
-from composer_dist.distributed.tensor_parallel.matrices import base_of, features, is_conv1d, is_matrix
+from composer_dist.distributed.tensor_parallel.matrices import (
+    base_of,
+    features,
+    is_conv1d,
+    is_known,
+    is_matrix,
+)
 from composer_dist.distributed.tensor_parallel.styles import STYLES, TRANSFORMERS, Styled
 from composer_dist.structure.families import is_a
 from composer_dist.structure.names import ancestors, child_name
@@ -53,6 +60,10 @@ def infer_styles(structure: Structure) -> tuple[dict[str, Styled], dict[str, str
         wide = [key for key, value in module._parameters.items() if value is not None and value.ndim > 1]
         if wide and not isinstance(module, nn.Embedding):
             why = f"a {type(module).__name__}, not part of a known attention or pair of matrices"
+            if is_matrix(module) and not is_known(module):
+                why = (
+                    f"a {type(module).__name__}, which has a forward of its own and may need the whole matrix"
+                )
             unplaced.setdefault(name, why)
     if not styled and not unplaced:
         unplaced[""] = "the model has no matrix to cut"
@@ -133,7 +144,7 @@ def _fused_groups(module: nn.Module, matrix: nn.Module) -> int | None:
 
 
 def _pair(name: str, module: nn.Module) -> Iterator[tuple[str, Styled]]:
-    """Matrices into a wider space and one out of it, with elementwise operations in between."""
+    """Matrices into a wider space and one out of it; operations in between must be elementwise."""
     children = _matrices(module)
     if isinstance(module, nn.Sequential):
         yield from _sequential_pairs(name, module)
@@ -162,12 +173,12 @@ def _sequential_pairs(name: str, module: nn.Sequential) -> Iterator[tuple[str, S
     for key, child in module._modules.items():
         if child is None or (waiting and isinstance(child, _ELEMENTWISE)):
             continue
-        if waiting and is_matrix(base_of(child)):
+        if waiting and _can_cut(base_of(child)):
             yield child_name(name, waiting), Styled(STYLES["colwise"], why)
             yield child_name(name, key), Styled(STYLES["rowwise"], why)
             waiting = None
         else:
-            waiting = key if is_matrix(base_of(child)) else None
+            waiting = key if _can_cut(base_of(child)) else None
 
 
 def _ends(
@@ -181,11 +192,15 @@ def _ends(
         key = name.rpartition(".")[2]
         if isinstance(module, nn.Embedding) and key in _TOKENS:
             yield name, Styled(STYLES["vocab"], "it embeds tokens")
-        elif key in _HEAD and is_matrix(base_of(module)):
+        elif key in _HEAD and _can_cut(base_of(module)):
             yield name, Styled(STYLES["colwise_gather"], "it is the head")
 
 
 def _matrices(module: nn.Module) -> dict[str, nn.Module]:
-    """The children of a module that are matrices, without their adapters."""
+    """The children of a module that are matrices and can be cut, without their adapters."""
     children = {key: base_of(child) for key, child in module._modules.items() if child is not None}
-    return {key: child for key, child in children.items() if is_matrix(child)}
+    return {key: child for key, child in children.items() if _can_cut(child)}
+
+
+def _can_cut(module: nn.Module) -> bool:
+    return is_matrix(module) and is_known(module)

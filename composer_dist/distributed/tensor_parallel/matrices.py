@@ -28,6 +28,23 @@ def is_matrix(module: nn.Module) -> bool:
     return is_conv1d(module)
 
 
+_PRODUCTS = {
+    "torch.nn.modules.linear",
+    "transformers.pytorch_utils",  # Conv1D
+    "transformers.models.falcon.modeling_falcon",
+    "torchao.float8.float8_linear",
+}
+"""Modules of other libraries whose matrices have a forward that can be cut."""
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether the forward of a matrix is a product whose parts, on the ranks, make the whole.
+
+    Other classes derived from Linear may read all of the weight: its mean (BitLinear), its norm (cosine).
+    """
+    return getattr(type(module).forward, "__module__", None) in _PRODUCTS
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Whether `module` is transformers' Conv1D, a linear layer with a weight of `(in, out)`."""
     return is_a(module, "Conv1D")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from composer_dist import MeshConfig, ParallelismConfig, ParallelismError, Rule, TPConfig
@@ -13,7 +13,7 @@ from composer_dist.distributed import ParallelPlan, plan_parallelism
 from composer_dist.distributed.tensor_parallel.plan import TensorParallelPlan
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.kit.compare import fails
-from tests.kit.decoder import Decoder, GroupedAttention, UnevenMlp
+from tests.kit.decoder import Decoder, DecoderBlock, GroupedAttention, UnevenMlp
 from tests.kit.huggingface import gpt2, llama, lora, lora_gpt2, lora_llama, mixtral, phi3, qwen3
 from tests.kit.toy import built
 
@@ -179,6 +179,35 @@ def test_what_cannot_be_placed_is_listed_and_rules_place_it() -> None:
         planned(model)
     rules = [Rule("0", tp="replicate"), Rule("1", tp="colwise"), Rule("3", tp="rowwise")]
     assert styles(planned(model, *rules)) == {"0": "replicate", "1": "colwise", "3": "rowwise"}
+
+
+class Ternary(nn.Linear):
+    """A layer that divides its weight by the mean of all of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight / self.weight.abs().mean(), self.bias)
+
+
+class Named(nn.Linear):
+    """A layer that computes what its base does."""
+
+
+@pytest.mark.parametrize(
+    ("name", "style"),
+    [("attention.v_proj", "colwise"), ("mlp.0", "colwise"), ("mlp.3", "rowwise"), ("head", "colwise_gather")],
+)
+def test_a_layer_with_a_forward_of_its_own_is_cut_only_if_asked(name: str, style: str) -> None:
+    model = nn.ModuleDict({**dict(DecoderBlock().named_children()), "head": nn.Linear(16, 8)})
+    inner, out = model.get_submodule(name).in_features, model.get_submodule(name).out_features
+    model.set_submodule(name, Named(inner, out))
+    assert styles(planned(model))[name] == style
+    model.set_submodule(name, Ternary(inner, out))
+    text = f"  {name}: a Ternary, which has a forward of its own and may need the whole matrix"
+    with fails(ParallelismValueError, text, "Rule(name, tp='colwise')"):
+        planned(model)
+    assert styles(planned(nn.ModuleDict({"one": Ternary(4, 4)}), plan={"one": style})) == {"one": style}
+    whole = Rule(name.rpartition(".")[0] or name, tp="replicate")
+    assert not {key for key in styles(planned(model, whole)) if key.startswith(name)} - {whole.match}
 
 
 def test_a_rule_leaves_a_part_of_the_plan_whole() -> None:
