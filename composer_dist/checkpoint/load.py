@@ -61,7 +61,8 @@ def load_checkpoint(
 
     Raises:
         CheckpointKeyError: names that are missing or unexpected, all of them.
-        CheckpointValueError: there is no checkpoint, it is damaged, or shapes differ.
+        CheckpointValueError: there is no checkpoint, it is damaged, shapes differ, or it has different values
+            for tensors that the model ties.
         CheckpointRuntimeError: a file cannot be read. If loading had begun, the models and optimizers are
             unusable.
     """

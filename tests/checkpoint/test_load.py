@@ -49,6 +49,42 @@ def test_an_absent_key(tmp_path: Path, form: str) -> None:
     assert state["absent"] == 5
 
 
+class Headed(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+@EACH_FORM
+@on_ranks(2)
+def test_different_values_for_a_tied_tensor_are_refused(tmp_path: Path, form: str) -> None:
+    untied, tied = Headed(False), Headed(True)
+    parallelize_model(untied, FSDP2Config())
+    parallelize_model(tied, FSDP2Config())
+    before = full_model_state(tied, ranks="all")
+    path = tmp_path / "untied"
+    save_checkpoint(path, {"model": untied}, sharded=form == "sharded")
+    text = (
+        f"model.embed.weight and model.head.weight differ in {path}, but the model ties them as embed.weight"
+    )
+    with fails_alike(CheckpointValueError, text):
+        load_checkpoint(path, {"model": tied}, strict=False)
+    equal(full_model_state(tied, ranks="all"), before)
+    load_checkpoint(path, {"model": tied}, ignore=lambda name: name == "model.embed.weight")
+    head = full_model_state(untied, ranks="all")["head.weight"]
+    assert torch.equal(full_model_state(tied, ranks="all")["embed.weight"], head)
+    with torch.no_grad():
+        untied.embed.weight.copy_(untied.head.weight)  # the same values, stored twice
+    save_checkpoint(path, {"model": untied}, sharded=form == "sharded")
+    load_checkpoint(path, {"model": tied})
+    save_checkpoint(tmp_path / "tied", {"model": tied}, sharded=form == "sharded")
+    load_checkpoint(tmp_path / "tied", {"model": tied})
+    assert torch.equal(full_model_state(tied, ranks="all")["head.weight"], head)
+
+
 @pytest.mark.promise(55)
 @EACH_FORM
 @on_ranks(2)

@@ -80,7 +80,12 @@ class _ModelLoading:
 
 
 def plan(restore: Restore, key: str) -> _ModelLoading:
-    """Match by name, without wrapper segments, and by any name of a tied tensor."""
+    """Match by name, without wrapper segments, and by any name of a tied tensor.
+
+    Raises:
+        CheckpointValueError: the model's `state_dict` returns foreign tensors, or the checkpoint has
+            different values for a tied tensor.
+    """
     opened, mismatch, model = restore.opened, restore.mismatch, bare(restore.state[key])
     with whole_state(model):
         targets = live_state(model)
@@ -96,6 +101,7 @@ def plan(restore: Restore, key: str) -> _ModelLoading:
     }
     found = _ModelLoading(opened, model, structure, {}, {}, {})
     present: set[int] = set()
+    paths: dict[str, str] = {}
     for name, code in _entries(restore, key):
         own = canonical_name(name)
         target = targets.get(own)
@@ -114,6 +120,8 @@ def plan(restore: Restore, key: str) -> _ModelLoading:
             found.blueprints[first[own]] = opened.tensors[path]
             if fault := _misfit(opened.tensors[path], target):
                 mismatch.misfits.append(f"{key}.{name} is {fault}")
+            else:
+                _check_twin(opened, first[own], paths.setdefault(first[own], path), path)
         elif isinstance(target, Tensor):
             mismatch.misfits.append(f"{key}.{name} is not a tensor in the checkpoint")
         else:
@@ -188,6 +196,15 @@ def _misfit(stored: Blueprint, target: Tensor, exactly: bool = False) -> str | N
     if stored.dtype != target.dtype and (exactly or not castable(stored.dtype, target.dtype)):
         return f"{stored.dtype} in the checkpoint, {target.dtype} in the model"
     return None
+
+
+def _check_twin(opened: Opened, name: str, one: str, other: str) -> None:
+    """Raise a CheckpointValueError if two stored tensors for one tied tensor differ."""
+    if one != other and not opened.alike(one, other):
+        raise CheckpointValueError(
+            f"{one} and {other} differ in {opened.where}, but the model ties them as {name}. Untie them "
+            "(tie_word_embeddings=False), or ignore the wrong one: load_checkpoint(ignore=...)."
+        )
 
 
 def _entries(restore: Restore, key: str) -> Iterator[tuple[str, Any]]:
