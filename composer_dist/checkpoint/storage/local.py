@@ -58,12 +58,8 @@ class LocalPlace:
                 "it, or save sharded."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        for old in _beside(path, "old"):
-            if path.exists():
-                _remove(old)
-            else:
-                old.rename(path)
-        for left in (*_beside(path, "tmp"), *_removed(path.parent)):
+        clear_unfinished(path)
+        for left in _removed(path.parent):
             _remove(left)
         token = secrets.token_hex(4)
         if sharded:
@@ -127,6 +123,22 @@ class LocalPlace:
 
     def _aside(self, token: str) -> Path:
         return _named_aside(self.path, token, "tmp")
+
+
+def unfinished(folder: Path) -> list[str]:
+    """The names of checkpoints in a folder that saves in progress, or killed ones, were writing."""
+    return sorted({match[1] for name in os.listdir(folder) if (match := _ASIDE.fullmatch(name))})
+
+
+def clear_unfinished(path: Path) -> None:
+    """Remove what saves to a path left unfinished; a checkpoint that one was replacing is put back."""
+    for old in _beside(path, "old"):
+        if path.exists():
+            _remove(old)
+        else:
+            old.rename(path)
+    for left in _beside(path, "tmp"):
+        _remove(left)
 
 
 def resolve(path: Path) -> Path:

@@ -4,11 +4,14 @@
 """
 
 import os
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from string import Formatter
 from typing import Protocol
 
+from composer_dist.checkpoint.storage import local
 from composer_dist.checkpoint.storage.local import LocalPlace
 from composer_dist.checkpoint.storage.remote import RemotePlace
 from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
@@ -178,3 +181,17 @@ def vacate(folder: str, present: str, overwrite: bool) -> None:
         for link in Path(folder.removeprefix("file://")).iterdir():
             if link.is_symlink() and not link.exists():
                 link.unlink()
+
+
+def clear_unfinished(folder: str, filename: str) -> None:
+    """Remove what killed saves left in a local folder; no save to it may be in progress.
+
+    Args:
+        filename: of the checkpoints, with fields for numbers; others stay.
+    """
+    parts = Formatter().parse(filename)
+    names = re.compile("".join(re.escape(text) + "[0-9]+" * (field is not None) for text, field, *_ in parts))
+    path = Path(folder.removeprefix("file://"))
+    with suppress(OSError, CheckpointError):  # the save reports what is wrong with the folder
+        for name in filter(names.fullmatch, local.unfinished(path)):
+            local.clear_unfinished(path / name)

@@ -171,6 +171,19 @@ def test_a_save_that_was_interrupted_is_not_taken_for_complete(tmp_path: Path, a
     assert os.readlink(tmp_path / "latest") == "ep0-ba1"
 
 
+def test_what_killed_saves_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
+    trainer(CheckpointSaver(tmp_path, "1ba", keep=None), max_duration="1ba").fit()
+    (tmp_path / "ep0-ba1").rename(tmp_path / ".ep0-ba1.01234567.old")
+    for name in (".ep0-ba8.01234567.tmp", ".ep0-ba9.01234567.gone", ".mine.01234567.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_01234567.distcp").write_bytes(b"x")
+    (tmp_path / ".ep0-ba7.01234567.tmp").write_bytes(b"x")
+    run = trainer(CheckpointSaver(tmp_path, "1ba", keep=None), resume=True, max_duration="2ba")
+    assert run.state.timestamp.batch == 1
+    run.fit()
+    assert sorted(os.listdir(tmp_path)) == [".mine.01234567.tmp", "ep0-ba1", "ep0-ba2", "latest"]
+
+
 def test_a_disk_that_fills_in_the_middle_of_a_file(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     run = trainer(CheckpointSaver(tmp_path, None))
