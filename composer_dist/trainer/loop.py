@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -81,8 +81,8 @@ class TrainingLoop:
         check_steps(state, self._options.schedule_batches, length)
 
     def restart_epoch(self) -> None:
-        """Forgets the position in the dataloader, because the dataloader has been replaced."""
-        self._feed = self._place = None
+        """Goes to the start of the epoch, because the dataloader has been replaced."""
+        self.go_to(None)
 
     def place(self) -> dict[str, Any] | None:
         """The position of all ranks in the training data; None at the start of an epoch. A collective."""
@@ -91,8 +91,11 @@ class TrainingLoop:
         return dict(self._place) if self._place else None
 
     def go_to(self, place: Mapping[str, Any] | None) -> None:
-        """Makes the next `run` begin at a position that `place` returned."""
+        """Makes the next `run` begin at a position that `place` returned; None: at the start of the epoch."""
         self._feed, self._place = None, place
+        if place is None:
+            start = {"batch_in_epoch": 0, "sample_in_epoch": 0, "token_in_epoch": 0}
+            self._state.timestamp = replace(self._state.timestamp, **start)
 
     @property
     def evaluated(self) -> dict[str, int]:

@@ -268,3 +268,26 @@ def test_a_dataloader_given_to_fit_begins_at_the_place() -> None:
     second.load_state_dict(saved)
     second.fit(train_dataloader=own(), duration="1ep")
     assert second.state.timestamp.sample == 14
+
+
+def times(trainer: Trainer) -> tuple[int, int, int]:
+    at = trainer.state.timestamp
+    return at.epoch, at.batch, at.batch_in_epoch
+
+
+def test_a_dataloader_given_to_fit_in_an_epoch_is_read_to_its_end() -> None:
+    one, _ = trainer(own())
+    one.fit(duration="5ba")
+    one.fit(train_dataloader=own(), duration="6ba")
+    assert times(one) == (0, 11, 6)
+    one.fit(duration="1ba")
+    assert times(one) == (1, 12, 0)
+
+
+def test_an_epoch_that_is_resumed_without_its_position_starts_over() -> None:
+    saved = dict(save_after_three(own))
+    del saved["data"]
+    second, _ = trainer(own())
+    second.load_state_dict(saved)
+    second.fit(duration="6ba")
+    assert times(second) == (0, 9, 6)
