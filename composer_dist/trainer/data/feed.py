@@ -167,7 +167,7 @@ class Feed:
         return fed, any(stops)
 
     def _fetch(self) -> tuple[_Status, Any, Size, Exception | None]:
-        if self._count == self._most:
+        if self._most is not None and self._count >= self._most:
             return self._out()
         try:
             batch = next(self._reading)

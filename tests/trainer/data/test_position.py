@@ -291,3 +291,12 @@ def test_an_epoch_that_is_resumed_without_its_position_starts_over() -> None:
     second.load_state_dict(saved)
     second.fit(duration="6ba")
     assert times(second) == (0, 9, 6)
+
+
+@pytest.mark.parametrize("make", [own, plain])
+def test_a_resumed_epoch_has_no_more_batches_than_the_subset(make: Any) -> None:
+    saved = save_after_three(make)
+    second, _ = on_parts([], None, classifier(), train_dataloader=make(), train_subset_num_batches=2)
+    second.load_state_dict(saved)
+    second.fit(duration="1ba")
+    assert times(second) == (1, 4, 1)
