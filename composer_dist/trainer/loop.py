@@ -66,6 +66,8 @@ class TrainingLoop:
         self._feed: Feed | None = None
         self._place: Mapping[str, Any] | None = None
         """Where the next pass starts, if not at the beginning."""
+        self._end: Mapping[str, Any] | None = None
+        """The end of the last pass, if the next one depends on it."""
         self._began = 0.0
         self._moved = False
         """Whether a batch of this `run` had a learning rate other than 0."""
@@ -85,14 +87,18 @@ class TrainingLoop:
         self.go_to(None)
 
     def place(self) -> dict[str, Any] | None:
-        """The position of all ranks in the training data; None at the start of an epoch. A collective."""
+        """The position of all ranks in the training data; None if the epoch starts. A collective.
+
+        A dataloader whose next order depends on its state has a position at the start of an epoch too.
+        """
         if self._feed is not None:
             return self._feed.place()
-        return dict(self._place) if self._place else None
+        place = self._place or self._end
+        return dict(place) if place else None
 
     def go_to(self, place: Mapping[str, Any] | None) -> None:
         """Makes the next `run` begin at a position that `place` returned; None: at the start of the epoch."""
-        self._feed, self._place = None, place
+        self._feed, self._place, self._end = None, place, None
         if place is None:
             start = {"batch_in_epoch": 0, "sample_in_epoch": 0, "token_in_epoch": 0}
             self._state.timestamp = replace(self._state.timestamp, **start)
@@ -145,14 +151,14 @@ class TrainingLoop:
             self._batch(fed, feed)
         # A fit may end on the last batch, before the feed has been asked for one more.
         if feed.ended or state.timestamp.batch_in_epoch == feed.length:
-            self._end_epoch()
+            self._end_epoch(feed)
         return not feed.stopped
 
     def _open_feed(self) -> Feed:
         dataloader = self._state.train_dataloader
         assert dataloader is not None  # Trainer.fit has checked
         set_epoch(dataloader, self._state.timestamp.epoch)
-        place, self._place = self._place, None
+        place, self._place, self._end = self._place, None, None
         return Feed(
             dataloader,
             "train",
@@ -192,8 +198,8 @@ class TrainingLoop:
         self._evaluate_on(options.timetable.due(state))
         self._run_event(Event.BATCH_CHECKPOINT)
 
-    def _end_epoch(self) -> None:
-        state, self._feed = self._state, None
+    def _end_epoch(self, feed: Feed) -> None:
+        state, self._feed, self._end = self._state, None, feed.end()
         state.timestamp = state.timestamp.next_epoch()
         if not self._options.schedule_batches:
             self._step_schedulers()

@@ -124,6 +124,10 @@ class Feed:
         """Where the next batch is, for another process to start there; every rank asks."""
         return self._reading.place_of_all(self._holds)
 
+    def end(self) -> dict[str, Any] | None:
+        """Where the next pass starts, if that depends on this one, which is over; every rank asks."""
+        return self._reading.end_of_all()
+
     def generators(self) -> dict[str, Any]:
         """The host's generators before a batch that was read but not returned; {} if there is none."""
         return self._reading.generators(self._holds)

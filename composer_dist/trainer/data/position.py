@@ -24,7 +24,10 @@ _ANY_WORLD, _ITS_OWN, _COUNTED = "any world", "its own", "counted"
 
 
 class Reading:
-    """The batches of one pass, from a `place` that `place_of_all` returned, or from the beginning."""
+    """The batches of one pass, from a `place` that `place_of_all` returned, or from the beginning.
+
+    A place that `end_of_all` returned is the beginning of the next pass.
+    """
 
     def __init__(self, dataloader: Iterable[Any], place: Mapping[str, Any] | None = None) -> None:
         self._dataloader: Any = dataloader
@@ -38,7 +41,10 @@ class Reading:
         self._start: Any = None
         """The state that the loader continues with, until its first batch: streams load it only then."""
         self._ended = False
-        if place is None:
+        if place is None or place.get("over"):
+            if place is not None:
+                with set_aside():
+                    self._end_again(place)
             self._iterator = iter(dataloader)
         else:
             with set_aside():
@@ -91,6 +97,22 @@ class Reading:
             ranks = [max(ranks, key=lambda place: place["batches"])]
         return {"kind": self._kind, "ranks": ranks}
 
+    def end_of_all(self) -> dict[str, Any] | None:
+        """What a checkpoint holds after the pass; None if the next one does not depend on this one.
+
+        Every rank asks.
+        """
+        if self._kind != _ITS_OWN or hasattr(self._dataloader, "set_epoch"):
+            return None
+        return self.place_of_all(False) | {"over": True}
+
+    def _end_again(self, place: Mapping[str, Any]) -> None:
+        """Ends the pass of `end_of_all` again, if this is such a dataloader on as many ranks."""
+        world, rank = process_group.world_and_rank()
+        if place["kind"] == self._kind and len(place["ranks"]) == world:
+            self._dataloader.load_state_dict(place["ranks"][rank]["state"])
+            next(iter(self._dataloader), None)
+
     def _present_state(self) -> Any:
         # A loader whose pass has ended may start over, so the state is the one before it noticed the end.
         return self._state if self._ended else self._state_now()
@@ -134,7 +156,7 @@ def check_position(dataloader: Any, place: Mapping[str, Any]) -> None:
     Raises:
         ParallelismValueError: it has no meaning in this dataloader.
     """
-    if _kind(dataloader) != _ANY_WORLD:
+    if _kind(dataloader) != _ANY_WORLD or place.get("over"):
         return
     name = type(dataloader).__name__
     dataloader.load_state_dict(_mine(place, _ANY_WORLD, name)["state"])

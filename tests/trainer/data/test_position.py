@@ -18,7 +18,7 @@ from composer_dist.trainer.data.feed import Feed, Size
 from composer_dist.trainer.data.position import Reading
 from composer_dist.trainer.data.randomness import generator_states, set_generator_states
 from tests.kit.compare import equal, fails, fails_alike
-from tests.kit.training import At, Result, classifier, on_parts, points, result_of
+from tests.kit.training import At, Result, classifier, on_parts, points, result_of, seen_at
 from tests.kit.world import World
 
 
@@ -64,9 +64,9 @@ def torchdata(workers: int = 0) -> Any:
     return StatefulDataLoader(Jittered(), 2, sampler=sampler(), num_workers=workers)
 
 
-def trainer(loader: Any, *callbacks: Callback) -> tuple[Trainer, Any]:
+def trainer(loader: Any, *callbacks: Callback, **options: Any) -> tuple[Trainer, Any]:
     config = "fsdp" if dist.is_initialized() else None
-    options = {"train_dataloader": loader, "max_duration": "3ep", "seed": 11}
+    options |= {"train_dataloader": loader, "max_duration": "3ep", "seed": 11}
     return on_parts([], config, classifier(), callbacks=callbacks, **options)
 
 
@@ -300,3 +300,46 @@ def test_a_resumed_epoch_has_no_more_batches_than_the_subset(make: Any) -> None:
     second.load_state_dict(saved)
     second.fit(duration="1ba")
     assert times(second) == (1, 4, 1)
+
+
+def shuffled_torchdata() -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    torch.manual_seed(5)  # the sampler's generator, which it keeps, is seeded from this one
+    return StatefulDataLoader(points(14), 2, shuffle=True)
+
+
+def orders(*durations: str, subset: int | None = None) -> list[list[float]]:
+    """The batches of a run that is resumed after each duration."""
+    seen, note = seen_at("batch_end", lambda state: state.batch[0][:, 0].tolist())
+    saved = None
+    for duration in durations:
+        one, _ = trainer(shuffled_torchdata(), note, train_subset_num_batches=subset)
+        if saved:
+            one.load_state_dict(saved)
+        one.fit(duration=duration)
+        saved = one.state_dict()
+    return seen
+
+
+@pytest.mark.promise(100)
+@pytest.mark.filterwarnings("ignore:'set_vital'")
+@pytest.mark.parametrize("subset", [None, 3])
+def test_an_order_that_a_dataloader_keeps_continues_in_the_next_epoch(subset: int | None) -> None:
+    expected = orders("3ep", subset=subset)
+    assert orders("1ep", "1ep", "1ep", subset=subset) == expected
+    epoch = subset or 7
+    assert orders(f"{epoch - 1}ba", "1ba", f"{2 * epoch}ba", subset=subset) == expected
+    assert sorted(expected[:epoch]) != sorted(expected[epoch : 2 * epoch])
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital'")
+def test_the_end_of_an_epoch_in_another_dataloader_is_the_start_of_the_next_one() -> None:
+    first, _ = trainer(shuffled_torchdata())
+    first.fit(duration="1ep")
+    saved = first.state_dict()
+    for make in (own, plain):
+        second, _ = trainer(make())
+        second.load_state_dict(saved)
+        second.fit(duration="1ep")
+        assert times(second) == (2, 14, 0)
