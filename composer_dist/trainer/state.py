@@ -44,8 +44,8 @@ class State:
 
     max_duration: Time | None = None
     """Where the current `fit` ends, counted from the start of the run."""
-    schedule_end: Time | None = None
-    """What schedules count `dur` to: the Trainer's `max_duration`, or the end of a `fit` beyond it."""
+    _planned: Time | None = field(default=None, init=False)
+    """Where the training ends, if no `fit` goes beyond it."""
     timestamp: Timestamp = field(default_factory=Timestamp)
     next_timestamp: Timestamp = field(default_factory=Timestamp)
     """The time at the end of the current training batch."""
@@ -128,7 +128,26 @@ class State:
         """Sets where a `fit` of `duration` ends, and what its schedules count to; see `end_of_fit`."""
         self.max_duration = end_of_fit(self.timestamp, planned, duration)
         within = planned is not None and not self.timestamp.reached(planned)
-        self.schedule_end = planned if within else self.max_duration
+        self._planned = planned if within else self.max_duration
+
+    @property
+    def schedule_end(self) -> Time | None:
+        """What schedules count `dur` to: the Trainer's `max_duration`, or the end of a `fit` beyond it.
+
+        If their units cannot be converted, it is the Trainer's `max_duration`.
+        """
+        end, planned = self.max_duration, self._planned
+        if end is None or planned is None:
+            return planned
+        end_here, planned_here = self._in_batches(end), self._in_batches(planned)
+        is_beyond = end_here.unit is planned_here.unit and end_here > planned_here
+        return end if is_beyond else planned
+
+    def _in_batches(self, time: Time) -> Time:
+        """A time in epochs in batches, if an epoch's length is known."""
+        if time.unit is not TimeUnit.EPOCH or not self.train_length:
+            return time
+        return Time(time.value * self.train_length, TimeUnit.BATCH)
 
     @property
     def finished(self) -> bool:

@@ -64,6 +64,17 @@ def test_a_fit_beyond_max_duration_counts_to_its_own_end() -> None:
     assert found[BATCHES:] == pytest.approx([2 * cosine(batch, 0, 18, 0) for batch in range(9, 18)])
 
 
+@pytest.mark.promise(98)
+@pytest.mark.parametrize("max_duration", ["3ba", "1ep"])
+def test_a_fit_that_crosses_max_duration_counts_to_its_own_end(max_duration: str) -> None:
+    schedule = CosineAnnealingWithWarmupScheduler("0ba")
+    whole = [2 * cosine(batch, 0, 9, 0) for batch in range(9)]
+    assert rates(schedule, ("9ba",), max_duration) == pytest.approx(whole)
+    assert rates(schedule, ("3ep",), max_duration) == pytest.approx(whole)
+    before = [2 * cosine(batch, 0, 3, 0) for batch in range(2)]
+    assert rates(schedule, ("2ba", "7ba"), max_duration) == pytest.approx(before + whole[2:])
+
+
 @pytest.mark.promise(118)
 @pytest.mark.parametrize("kind", [CosineAnnealingWithWarmupScheduler, LinearWithWarmupScheduler])
 @pytest.mark.parametrize("warmup", ["3ba", "6ba", "4ep"])
