@@ -57,13 +57,21 @@ class Schedule(ABC):
         return target * now / warmup if now < warmup else target
 
     def check_warmup(self, state: State) -> None:
-        """Warns if training ends before the warm-up does."""
+        """Warns if training ends before the warm-up does, or its first epoch does not train."""
         unit = self._unit(state)
         try:
             end = _amount(state, _end(state), unit)
         except ParallelismValueError:  # no end, or one in another unit
             return
         now, warmup = state.passed(unit), _amount(state, self.t_warmup, unit)
+        if unit is TimeUnit.EPOCH and not state.train_length and now == 0 < warmup:
+            warnings.warn(
+                f"{type(self).__name__} warms up for '{self.t_warmup}', but the number of batches in an "
+                "epoch is unknown, so the learning rate changes only between epochs, and is 0 in all of the "
+                "first one. Give max_duration and the times of the schedule in batches, such as '1000ba'.",
+                UserWarning,
+                stacklevel=6,
+            )
         if now < warmup and end <= warmup:
             warnings.warn(
                 f"{type(self).__name__} warms up for '{self.t_warmup}', but training ends at "

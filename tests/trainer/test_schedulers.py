@@ -1,11 +1,13 @@
 """Learning rates by the clock, compared with Composer's formulas, in one fit and in several."""
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.data import DataLoader, IterableDataset
 
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import (
@@ -14,9 +16,16 @@ from composer_dist.trainer import (
     LinearWithWarmupScheduler,
 )
 from composer_dist.trainer.schedulers import sorted_out
-from tests.kit.training import classifier, loader, quiet, sgd
+from tests.kit.training import classifier, fitted, loader, points, quiet, sgd
 
 BATCHES = 9  # three epochs of three
+
+
+class Stream(IterableDataset[Any]):
+    """Six points; it does not tell how many."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(points(6))
 
 
 def rates(schedulers: Any, fits: tuple[str | None, ...] = (None,), max_duration: str = "3ep") -> list[float]:
@@ -83,6 +92,18 @@ def test_a_warm_up_longer_than_the_run_rises_and_warns(kind: Any, warmup: str) -
     with pytest.warns(UserWarning, match=f"warms up for '{warmup}', but training ends at '3ba'"):
         found = rates(kind(warmup), max_duration="3ba")
     assert found == pytest.approx([2 * batch / length for batch in range(3)])
+
+
+@pytest.mark.promise(118)
+def test_a_warm_up_in_epochs_of_unknown_length_warns_that_the_first_does_not_train() -> None:
+    def of_stream(max_duration: str, t_warmup: str) -> list[float]:
+        schedule = LinearWithWarmupScheduler(t_warmup)
+        options = {"optimizers": partial(sgd, lr=3.0), "schedulers": schedule, "max_duration": max_duration}
+        return fitted(train_dataloader=DataLoader(Stream(), 3), **options)[1].values("lr-SGD/group0")
+
+    with pytest.warns(UserWarning, match=r"'0.1dur', but the number of batches in an epoch is unknown"):
+        assert of_stream("3ep", "0.1dur")[:2] == [0.0, 0.0]
+    assert of_stream("4ba", "0.25dur") == pytest.approx([0.0, 3.0, 2.0, 1.0])
 
 
 @pytest.mark.promise(118)
