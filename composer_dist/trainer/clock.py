@@ -253,8 +253,22 @@ def end_of_fit(now: Timestamp, planned: Time | None, duration: Time | None) -> T
     if duration.unit is TimeUnit.DURATION:
         if planned is None:
             raise ParallelismValueError(f"'{duration}' is a share of max_duration, which is None.")
-        duration = planned * duration.value
+        duration = _share(planned, duration)
     return now.get(duration.unit) + duration
+
+
+def _share(planned: Time, share: Time) -> Time:
+    """A share of the `planned` training, in its unit."""
+    value = planned.value * share.value
+    if planned.unit in _REAL:
+        return Time(value, planned.unit)
+    whole = int(value + 1e-9)  # 0.29 of 100 is 28.999999999999996
+    if not whole or (planned.unit is TimeUnit.EPOCH and value - whole > 1e-9):
+        raise ParallelismValueError(
+            f"A fit of '{share}' of max_duration='{planned}' would last {value:.4g}{planned.unit}: epochs "
+            "must be whole, and any other unit at least 1. Give the duration in batches, such as '100ba'."
+        )
+    return Time(whole, planned.unit)
 
 
 _FIELDS = {

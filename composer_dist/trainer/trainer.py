@@ -221,7 +221,7 @@ class Trainer:
         The next fit continues where this one ended, in the middle of an epoch too.
 
         Args:
-            duration: how long; `dur` means a share of `max_duration`.
+            duration: how long; `dur` means a share of `max_duration`, of epochs only whole ones.
             train_dataloader: replaces the present one.
 
         Raises:

@@ -67,6 +67,23 @@ def test_durations(duration: str | int, batches: int) -> None:
 
 
 @pytest.mark.promise(98)
+@pytest.mark.parametrize(
+    ("max_duration", "share", "batches"),
+    [("1ep", "0.5dur", None), ("3ep", "0.5dur", None), ("10ba", "0.01dur", None), ("2ep", "0.5dur", 3)],
+)
+def test_a_share_of_epochs_that_is_not_whole_is_refused(
+    max_duration: str, share: str, batches: int | None
+) -> None:
+    trainer, _ = quiet(train_dataloader=loader(), max_duration=max_duration)
+    if batches is None:
+        with pytest.raises(ParallelismValueError, match=f"of '{share}' .*Give the duration in batches"):
+            trainer.fit(duration=share)
+    else:
+        trainer.fit(duration=share)
+    assert trainer.state.timestamp.batch == (batches or 0)
+
+
+@pytest.mark.promise(98)
 def test_durations_in_tokens_and_seconds() -> None:
     trainer, _ = quiet(tagger(), train_dataloader=[joined(tagged(4)[1:])] * 5)
     trainer.fit(duration="2e1tok")
