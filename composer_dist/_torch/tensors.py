@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 # Applies a function to all values of one type in nested data. Since torch 1.13.
 from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from composer_dist.errors import ParallelismRuntimeError
 
@@ -99,6 +100,20 @@ def accumulated_gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]
 def hooks_by_id(tensor: torch.Tensor) -> Sequence[dict[int, Callable[..., Any]]]:
     """The hooks of both kinds, as autograd reads them, by the `id` of their handles. Since torch 2.1."""
     return tensor._backward_hooks or {}, getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+
+
+def hook_output(
+    tensor: torch.Tensor, hook: Callable[[torch.Tensor], None], leaves: WeakTensorKeyDictionary
+) -> None:
+    """Register a gradient hook on an output of a forward.
+
+    Args:
+        leaves: those that have it. A forward may return a parameter, which is the same tensor each time.
+    """
+    if tensor not in leaves:
+        handle = tensor.register_hook(hook)
+        if tensor.is_leaf:
+            leaves[tensor] = handle
 
 
 def while_alive(method: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
 from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from composer_dist._torch.backward import is_transforming
 from composer_dist._torch.operations import eager
@@ -20,6 +21,7 @@ def shorten_hooks(module: FSDPModule) -> None:
     the inputs through a function of autograd whose arguments torch inspects. Since torch 2.13.
     """
     state: Any = module._get_fsdp_state()
+    _hook_leaves_once(state)
     groups = fsdp_param_groups(module)
     for group in groups:
         group._register_post_backward_hook = _Inputs(group, group._register_post_backward_hook)
@@ -35,6 +37,21 @@ def shorten_hooks(module: FSDPModule) -> None:
             (state._modules[0]._forward_hooks, state._post_forward_hook_handle),
         ):
             hooks[handle.id] = _wrapped_once(hooks[handle.id])
+
+
+def _hook_leaves_once(state: Any) -> None:
+    """Have FSDP2 not hook a parameter once more in each forward that returns it."""
+    register, hooked = state._register_pre_backward_hook, WeakTensorKeyDictionary()
+
+    def register_once(output: Any) -> Any:
+        if not torch.is_grad_enabled() or is_transforming():
+            return register(output)
+        new = [tensor for tensor in collect_grad_tensors(output) if tensor not in hooked]
+        register(new)
+        hooked.update({tensor: None for tensor in new if tensor.is_leaf})
+        return output
+
+    state._register_pre_backward_hook = register_once
 
 
 def _wrapped_once(method: Any) -> Any:

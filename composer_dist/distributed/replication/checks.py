@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from composer_dist import _torch
 from composer_dist.distributed.training.changes import Before, Watch
@@ -38,6 +39,8 @@ class Checks:
         self._changeable: set[str] | None = None
         """Parameters that forward may change, because all ranks do it alike; None before the first step."""
         self._backward = -1
+        self._leaves = WeakTensorKeyDictionary()
+        """The handles of the hooks on outputs that are leaves."""
 
     def before_forward(self, model: nn.Module) -> None:
         """A forward begins.
@@ -65,7 +68,7 @@ class Checks:
         self._refuse_changed(before.changed(self._parameters))
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._refuse_grad)
+                _torch.hook_output(tensor, self._refuse_grad, self._leaves)
 
     def _refuse_changed(self, changed: Iterable[str]) -> None:
         """Refuse changes, unless all ranks have made them alike in the first step."""

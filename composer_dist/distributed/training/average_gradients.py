@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from composer_dist import _torch
 from composer_dist.distributed import prepared
@@ -79,6 +80,8 @@ class PlainGradientAveraging:
         self._local = LocalGradients(averaged)
         before_every_step(self, PlainGradientAveraging._check_of)
         self._hooked: set[torch.Tensor] = set()
+        self._leaves = WeakTensorKeyDictionary()
+        """The handles of the hooks on outputs that are leaves."""
         self._handles: list[RemovableHandle] = [root.register_forward_hook(self._watch)]
         self._hooks = GradientHooks(self, averaged, self._handles)
         self._hook_trainable()
@@ -89,7 +92,7 @@ class PlainGradientAveraging:
     def remove(self) -> None:
         """Stop averaging and remove all hooks."""
         self._hooks.release()
-        for handle in self._handles:
+        for handle in [*self._handles, *self._leaves.values()]:
             handle.remove()
         if self in self._record.averagings:
             self._record.averagings.remove(self)
@@ -118,7 +121,7 @@ class PlainGradientAveraging:
         self._hook_trainable()
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._queue)
+                _torch.hook_output(tensor, self._queue, self._leaves)
 
     def begin(self) -> None:
         """A gradient has arrived; it may be the first of a backward."""

@@ -1,6 +1,8 @@
 """Means over ranks in few collectives; plain parameters against one process on the full batch."""
 
 import copy
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -9,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from composer_dist import _torch
+from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.training import average_gradients as averaging
 from composer_dist.distributed.training.average_gradients import average_plain_gradients
@@ -106,6 +110,40 @@ def test_averaging_next_to_activation_checkpointing(reshard: bool) -> None:
         loss_of(model(mine(batches[0]))).backward()
     loss_of(model(mine(batches[1]))).backward()
     assert_grads(model, reference(single, batches))
+
+
+class _Returns(nn.Module):
+    """open_clip's models return a parameter that no unit shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.bias = nn.Linear(4, 4), nn.Parameter(torch.tensor(-1.0))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, nn.Parameter]:
+        return self.linear(x), self.bias
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+@on_ranks(2)
+def test_a_parameter_that_every_forward_returns_is_hooked_once(kind: str) -> None:
+    """Each forward added hooks to it, and steps became slower and slower."""
+    model, single = _Returns(), _Returns()
+    parallelize_model(model, ddp() if kind == "ddp" else FSDP2Config())
+    before, counts = weakref.ref(model), []
+    x = torch.arange(8.0).view(2, 4)
+    for _ in range(4):
+        outputs, bias = model(mine(x))
+        assert bias is model.bias
+        (outputs * bias).square().mean().backward()
+        counts.append(len(_torch.gradient_hooks(bias)))
+    outputs, bias = single(x)
+    (outputs * bias).square().mean().mul(4).backward()
+    assert_grads(model, grads(single))
+    assert counts == [counts[0]] * 4
+    del model, outputs, bias
+    gc.collect()
+    assert before() is None
 
 
 @on_ranks(2)
