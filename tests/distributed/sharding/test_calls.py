@@ -1,7 +1,9 @@
 """The calls of units: what `tests/behavior/test_same_function.py` does not tell apart."""
 
 import copy
+import warnings
 from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -401,6 +403,44 @@ def test_a_buffer_that_changes_once_and_late_is_rank_0s_from_the_next_forward_on
         torch.testing.assert_close(buffer, x[0].mean(0))
     assert model.by_loop.tolist() == [1] * 4
     assert model.still.tolist() == [0] * 4
+
+
+class GrowsTable(nn.Module):
+    """Old code of Llama and GPT-NeoX makes its rotary table anew for a longer sequence."""
+
+    table: Tensor
+    counts: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.int16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > len(self.table):
+            self.register_buffer("table", torch.arange(1.0, 1 + len(x)), persistent=False)
+        self.counts += 1 + dist.get_rank()
+        return self.linear(x * self.table[: len(x), None])
+
+
+@pytest.mark.parametrize("lengths", [[(6, 4)] * 3, [(4, 4), (6, 4), (7, 5), (7, 7)]])
+@pytest.mark.parametrize("replicas", [1, 2])
+@on_ranks(4)
+def test_a_buffer_that_grows_differently_on_each_rank_is_left_to_it(
+    lengths: Sequence[tuple[int, int]], replicas: int
+) -> None:
+    """It was broadcast to a tensor of another size, which ended the process."""
+    torch.manual_seed(0)
+    model, even = GrowsTable(), dist.get_rank() % 2 == 0
+    parallelize_model(model, ParallelismConfig(mesh=MeshConfig(dp_replicate=replicas)))
+    with warnings.catch_warnings(record=True, action="always") as told:
+        for pair in lengths:
+            model(torch.ones(pair[not even], 4)).sum().backward()
+    (warning,) = told
+    assert "table: a forward has made this buffer in another shape" in str(warning.message)
+    assert len(model.table) == max(pair[not even] for pair in lengths)
+    assert model.counts.tolist() == [len(lengths) + dist.get_rank()] * 2  # rank 0's before the last forward
 
 
 class GivesMemory(nn.Module):
