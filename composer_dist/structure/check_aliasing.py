@@ -10,12 +10,13 @@ from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from composer_dist import _torch
 from composer_dist.errors import Faults
 from composer_dist.structure.families import transformers_models
 from composer_dist.structure.names import child_name
-from composer_dist.structure.structure import Held, Structure
+from composer_dist.structure.structure import Held, Registration, Structure
 from composer_dist.tensors.nested import everything_in
 
 
@@ -101,6 +102,8 @@ def _overlaps(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]:
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, held in structure.tensors.items():
         tensor = held.get()
+        if any(map(_is_made_anew, held.places)):
+            continue
         if tensor.layout is torch.strided and type(tensor) in (nn.Parameter, torch.Tensor) and tensor.numel():
             start = tensor.storage_offset() * tensor.itemsize
             reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -115,6 +118,12 @@ def _overlaps(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]:
                     f"{first} and {second} share memory without being one parameter; after sharding they "
                     "would differ. Tie them (b.weight = a.weight), or copy one."
                 )
+
+
+def _is_made_anew(place: Registration) -> bool:
+    """Whether torch's older `spectral_norm` computes the attribute from a parameter before each forward."""
+    hooks = place.module._forward_pre_hooks.values() if place.kind == "attribute" else ()
+    return any(isinstance(hook, SpectralNorm) and hook.name == place.key for hook in hooks)
 
 
 def _sharded(structure: Structure, plain: Mapping[str, str]) -> Iterator[tuple[str, Held]]:

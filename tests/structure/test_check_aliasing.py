@@ -117,6 +117,16 @@ def test_a_tie_that_was_lost_on_the_meta_device_is_refused_and_tie_weights_mends
     check_aliasing(read_structure(model), {})
 
 
+def test_a_weight_that_spectral_norm_computes_before_each_forward_is_fine() -> None:
+    model = layers()
+    nn.utils.spectral_norm(model.a)
+    assert model.a.weight.data_ptr() == model.a.weight_orig.data_ptr()
+    check_aliasing(read_structure(model), {})
+    model.a.other = model.a.weight_orig.data
+    with pytest.raises(ValueError, match=r"a\.(weight_orig|other) and a\.(weight_orig|other) share"):
+        check_aliasing(read_structure(model), {})
+
+
 def test_ties_neighbors_in_one_storage_and_copies_are_fine() -> None:
     model = layers()
     model.b.weight = model.a.weight

@@ -168,6 +168,17 @@ def test_one_module_under_several_names_trains_like_one_process(build: Build, co
     assert_same_training(build, config)
 
 
+def _spectral() -> nn.Module:
+    normalized = [nn.utils.spectral_norm(nn.Linear(8, 8)) for _ in range(2)]
+    return nn.Sequential(normalized[0], nn.Tanh(), normalized[1])
+
+
+@pytest.mark.parametrize("config", ["fsdp", DDP])
+@on_ranks(2)
+def test_spectral_norm_with_hooks_trains_like_one_process(config: Any) -> None:
+    assert_same_training(_spectral, config)
+
+
 @pytest.mark.promise(14)
 @on_ranks(2)
 def test_a_list_stands_for_its_blocks() -> None:
