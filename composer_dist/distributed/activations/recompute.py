@@ -27,6 +27,7 @@ from composer_dist.distributed.activations.plan import ActivationPlan, check_mod
 from composer_dist.distributed.activations.plan import plan as plan_activations
 from composer_dist.distributed.activations.selective import keeping
 from composer_dist.distributed.activations.state import (
+    SMALL,
     BlockState,
     Counts,
     Place,
@@ -189,10 +190,6 @@ class _Recompute:
         return forwards.call_explained(explain, block, checkpoint, function, *args, **options)
 
 
-_SMALL = 1 << 16
-"""Most elements of a buffer that is kept until the backward without knowing whether it has changed."""
-
-
 class _Outside:
     """The buffers and frozen parameters of a model, which a recomputed block may change outside of it.
 
@@ -326,7 +323,7 @@ class _Recomputation:
         self._before = {
             place: value
             for place, value in self._before.items()
-            if place in self._kind.changing or value.numel() <= _SMALL
+            if place in self._kind.changing or value.numel() <= SMALL
         }
         return output
 

@@ -4,6 +4,7 @@ A forward that is repeated must find it again, and leave what it changes as it w
 """
 
 import random
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from composer_dist import _torch
+from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.tensors.nested import everything_in
 
 Place = tuple[nn.Module, str]
@@ -20,6 +23,8 @@ _REGISTERED = frozenset(vars(nn.Module())) - {"training"}
 _OURS = ("_composer_dist", "__composable", "checkpoint_fn")
 _DEPTH = 2
 """How deep to look into what is held in attributes."""
+SMALL = 1 << 16
+"""Most elements of a tensor that is copied until the backward without knowing whether it changes."""
 
 
 def held(block: nn.Module, kind: str) -> dict[Place, Tensor]:
@@ -97,14 +102,15 @@ def _span(one: Tensor) -> tuple[int, int]:
 class BlockState:
     """The attributes of a block's modules, what is inside of them, and random generators, as they are now.
 
-    Tensors with gradients are left out: they would hold the graph of an earlier step.
+    Containers with tensors that have gradients are left out if a forward changes them: they would hold the
+    graph of an earlier step.
     """
 
     def __init__(self, block: nn.Module) -> None:
         self._attributes = {module: _attributes(module) for module in block.modules()}
         self._inner = list(_insides(value for own in self._attributes.values() for value in own.values()))
         for own in self._attributes.values():
-            own.update({key: _LEFT for key, value in own.items() if _has_gradient(value)})
+            own.update({key: _WithGradient(value) for key, value in own.items() if _has_gradient(value)})
         self._random = random.getstate(), numpy.random.get_state()
 
     def drop_unchanged(self) -> None:
@@ -128,12 +134,13 @@ class BlockState:
         """Have everything as it was; return what it was until now."""
         now = object.__new__(BlockState)
         now._attributes = {module: _attributes(module) for module in self._attributes}
+        before = {module: _before(module, attributes) for module, attributes in self._attributes.items()}
         now._inner = [(one, _inside(one)) for one, _ in self._inner]
         now._random = random.getstate(), numpy.random.get_state()
-        for module, attributes in self._attributes.items():
+        for module, attributes in before.items():
             for key in now._attributes[module].keys() - attributes.keys():
                 del vars(module)[key]
-            vars(module).update({key: value for key, value in attributes.items() if value is not _LEFT})
+            vars(module).update(attributes)
         for one, then in self._inner:
             _put_back(one, then)
         random.setstate(self._random[0])
@@ -174,7 +181,33 @@ class Counts:
                 self._more[module, key] = more_now, vars(module)[key]
 
 
-_LEFT = object()
+class _WithGradient:
+    """A tensor with a gradient, without the graph of an earlier step that it would hold."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = weakref.ref(tensor), _torch.version(tensor)
+        alias = tensor.detach()
+        self._value = alias.clone() if alias.numel() <= SMALL else alias
+
+    def again(self, now: Any, name: str) -> Tensor:
+        """The tensor itself if `now` is still that, unchanged; or else one with its value and a gradient."""
+        if now is self._tensor() and _torch.has_version(now, self._version):
+            return now  # type: ignore[no-any-return]
+        if self._value.numel() > SMALL and not _torch.has_version(self._value, self._version):
+            raise ParallelismRuntimeError(
+                f"{name}, in a recomputed block, was changed in place after its forward found it, and before "
+                "backward has recomputed it. Assign a new tensor instead (self.h = self.h + x for "
+                "self.h += x), or leave the module out of activation checkpointing."
+            )
+        return self._value.detach().requires_grad_().clone()  # not a leaf, which nothing may change in place
+
+
+def _before(module: nn.Module, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    own, kind = vars(module), type(module).__name__
+    return {
+        key: value.again(own.get(key), f"{key} of a {kind}") if isinstance(value, _WithGradient) else value
+        for key, value in attributes.items()
+    }
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -437,6 +437,54 @@ def test_a_block_finds_again_what_its_first_forward_found(how: Callable[[Any], A
     same_parameters(model, single, gradients=True)
 
 
+class Carries(nn.Module):
+    """Keeps its output with its gradient, and begins its next forward with the value of it."""
+
+    def __init__(self, begin: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.h, self._begin = nn.Linear(4, 4), torch.zeros(3, 4), begin
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.h = torch.tanh(self.linear(x + self._begin(self)))
+        return x + self.h
+
+
+BEGINNINGS: dict[str, Callable[[Any], torch.Tensor]] = {
+    "detach": lambda block: block.h.detach(),
+    "detach_": lambda block: block.h.detach_(),
+    "with its graph": lambda block: block.h.sin(),
+}
+
+
+@pytest.mark.promise(26)
+@pytest.mark.parametrize("mode", ["composable", "wrapped", "selective"])
+@pytest.mark.parametrize("begin", BEGINNINGS.values(), ids=BEGINNINGS)
+def test_a_block_finds_again_the_state_that_it_detaches(begin: Callable[[Any], Any], mode: Any) -> None:
+    single = nn.Sequential(Carries(begin), nn.Linear(4, 1))
+    model = copy.deepcopy(single)
+    apply_ac(model, True, False, lambda module: isinstance(module, Carries), mode=mode)
+    for _ in range(3):
+        steps = [torch.randn(3, 4) for _ in range(2)]
+        for one in (model, single):
+            sum(one(x).sum() for x in steps).backward()
+        kept, expected = (next(m for m in one.modules() if isinstance(m, Carries)) for one in (model, single))
+        torch.testing.assert_close(kept.h, expected.h, rtol=0, atol=0)
+        for block in (kept, expected):
+            block.h = block.h.detach().requires_grad_()
+        same_parameters(model, single, gradients=True)
+
+
+def test_a_large_state_that_changes_in_place_is_refused() -> None:
+    block = Carries(lambda block: block.h.detach_().mul_(0.5))
+    model = nn.Sequential(block)
+    apply_ac(model, True, False, lambda module: isinstance(module, Carries))
+    x = torch.randn(2, 1 << 14, 4)
+    block.h = torch.zeros_like(x).requires_grad_().clone()
+    output = model(x)
+    with pytest.raises(ParallelismRuntimeError, match="h of a Carries, in a recomputed block, was changed"):
+        output.sum().backward()
+
+
 class Adapts(nn.Module):
     """Takes a step of its own within its forward, which recomputes a part of it there already."""
 
