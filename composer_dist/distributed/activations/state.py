@@ -191,8 +191,9 @@ class _WithGradient:
 
     def again(self, now: Any, name: str) -> Tensor:
         """The tensor itself if `now` is still that, unchanged; or else one with its value and a gradient."""
-        if now is self._tensor() and _torch.has_version(now, self._version):
-            return now  # type: ignore[no-any-return]
+        tensor = self._tensor()
+        if tensor is not None and now is tensor and _torch.has_version(tensor, self._version):
+            return tensor
         if self._value.numel() > SMALL and not _torch.has_version(self._value, self._version):
             raise ParallelismRuntimeError(
                 f"{name}, in a recomputed block, was changed in place after its forward found it, and before "
