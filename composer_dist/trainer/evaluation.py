@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.distributed.prepared import mesh_of
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
@@ -49,7 +51,7 @@ def evaluate(
     """
     label = evaluator.label
     feed = Feed(evaluator.batches, label, partial(measure, state))
-    metrics = fresh_metrics(evaluator.chosen(state.model.get_metrics(is_train=False)), state.device)
+    metrics = fresh_metrics(state, evaluator.chosen(state.model.get_metrics(is_train=False)), ("cp", "tp"))
     state.eval_metrics[label] = metrics
     total, weight = torch.zeros((), device=state.device), 0.0
     with _reading(state, feed, label, only_loss=not metrics):
@@ -119,14 +121,49 @@ def checked(evaluators: Sequence[Evaluator], model: ComposerModel) -> Sequence[E
     return evaluators
 
 
-def fresh_metrics(metrics: Mapping[str, Metric], device: torch.device) -> dict[str, Metric]:
-    """Empty copies on `device`; the model's own stay as they are. Every rank calls it."""
+def fresh_metrics(state: State, metrics: Mapping[str, Metric], sharing: Sequence[str]) -> dict[str, Metric]:
+    """Empty copies on the state's device; the model's own stay as they are. Every rank calls it.
+
+    Args:
+        state: has the model, whose mesh decides which ranks count.
+        metrics: by name.
+        sharing: the dimensions of the mesh along which ranks see the same samples, which count once.
+    """
     with Agreement().together("the metrics"):
         check_metrics(metrics)
-    fresh = {name: copy.deepcopy(metric).to(device) for name, metric in metrics.items()}
+    fresh = {name: copy.deepcopy(metric).to(state.device) for name, metric in metrics.items()}
+    mesh = mesh_of(state.model)
     for metric in fresh.values():
         metric.reset()
+        if mesh is not None and any(mesh.sizes[name] > 1 for name in sharing):
+            _take_from(_first_along(mesh, sharing), metric)
     return fresh
+
+
+def _first_along(mesh: Mesh, dimensions: Sequence[str]) -> list[int]:
+    """The global ranks that are the first along these dimensions."""
+    table = mesh.device_mesh.mesh
+    for name in dimensions:
+        if name in mesh.dims:
+            table = table.narrow(mesh.dims[name], 0, 1)
+    ranks: list[int] = table.flatten().tolist()
+    return ranks
+
+
+def _take_from(ranks: list[int], metric: Metric) -> None:
+    """Have a metric, and the metrics in it, count these ranks' samples only, unless its user chose ranks."""
+    from torchmetrics import Metric  # a second or more, and imported already where there are metrics
+
+    for one in metric.modules():
+        if isinstance(one, Metric) and one.process_group is None and one.dist_sync_fn is None:
+            one.dist_sync_fn = partial(_gathered, ranks)
+
+
+def _gathered(ranks: list[int], value: Tensor, group: Any = None) -> list[Tensor]:
+    from torchmetrics.utilities.distributed import gather_all_tensors
+
+    every = gather_all_tensors(value, group)
+    return [every[rank] for rank in ranks]
 
 
 def _is_on_meta(metric: Metric) -> bool:

@@ -118,7 +118,8 @@ class TrainingLoop:
         state.model.train()
         state.stop_requested = False
         state.fit_start = state.timestamp
-        state.train_metrics = fresh_metrics(state.model.get_metrics(is_train=True), state.device)
+        # With context parallelism each rank trains on its own part of the samples, and all of them count.
+        state.train_metrics = fresh_metrics(state, state.model.get_metrics(is_train=True), ("tp",))
         state.dataloader, state.dataloader_label = state.train_dataloader, "train"
         state.dataloader_len = state.train_length
         self._options.timetable.start(state)

@@ -7,12 +7,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from composer_dist import MeshConfig, ParallelismConfig, TPConfig
 from composer_dist.errors import ParallelismError, ParallelismValueError
-from composer_dist.models import ComposerClassifier
+from composer_dist.models import ComposerClassifier, HuggingFaceModel
 from composer_dist.trainer import Evaluator
-from tests.kit.training import classifier, fitted, joined, loader, points, quiet, seen_at, tagged, tagger
+from tests.kit.huggingface import llama
+from tests.kit.training import (
+    IGNORED,
+    classifier,
+    fitted,
+    joined,
+    loader,
+    points,
+    quiet,
+    seen_at,
+    sentences,
+    tagged,
+    tagger,
+)
 from tests.kit.world import World
 
 
@@ -70,6 +85,44 @@ def test_modes_and_gradients_come_back() -> None:
     assert torch.is_grad_enabled()
     assert trainer.state.dataloader_label is None
     assert trainer.state.batch is None
+
+
+class Labels(Metric):
+    """How many there are, without those that are ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, outputs: Tensor, labels: Tensor) -> None:
+        self.count += (labels != IGNORED).sum()
+
+    def compute(self) -> Tensor:
+        return self.count
+
+
+def labels_counted(config: Any, peers: int) -> list[float]:
+    """In a batch of four sentences in training and evaluation; `peers` ranks in a row have the same ones."""
+    torch.manual_seed(0)
+    model = HuggingFaceModel(llama(), use_logits=True, metrics=[Labels()])
+    batch = sentences(4)
+    if peers == 1 and dist.is_initialized():
+        batch = {key: value.chunk(2)[dist.get_rank()] for key, value in batch.items()}
+    options = {"train_dataloader": [batch], "eval_dataloader": [batch], "device": "cpu"}
+    _, log = fitted(model, parallelism_config=config, **options)
+    return [*log.values("metrics/train/Labels"), *log.values("metrics/eval/Labels")]
+
+
+@pytest.mark.promise(98)
+@pytest.mark.parametrize(("config", "peers"), [
+    ("fsdp", 1),
+    (ParallelismConfig(mesh=MeshConfig(dp_shard=1, tp=2), tp=TPConfig()), 2),
+    (ParallelismConfig(mesh=MeshConfig(cp=2)), 2),
+], ids=["fsdp", "tp", "cp"])  # fmt: skip
+def test_metrics_count_samples_that_several_ranks_share_once(config: Any, peers: int, world2: World) -> None:
+    expected = float((sentences(4)["labels"][:, 1:] != IGNORED).sum())
+    assert labels_counted(None, 1) == [expected, expected]
+    assert world2(labels_counted, config, peers, timeout=150) == [[expected, expected]] * 2
 
 
 @pytest.mark.promise(98)
