@@ -137,9 +137,10 @@ class Follower:
 
     def rebind(self, new: Mapping[str, nn.Parameter]) -> None:
         """Give every optimizer the new parameters and their state."""
+        renewed = {id(old): new[name] for name, old in self.old.items() if name in new}
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["params"][:] = [new.get(self._names[id(p)], p) for p in group["params"]]
+            for group in optimizer.param_groups:  # which an earlier optimizer, its wrapper, may share
+                group["params"][:] = [renewed.get(id(p), p) for p in group["params"]]
             optimizer.state.clear()
         for one, value in self._new:
             parameter = new[one.parameter]

@@ -232,6 +232,21 @@ def test_optimizers_around_others_are_followed_if_they_share_groups_and_refused_
 
 @pytest.mark.promise(48, 104)
 @on_ranks(2)
+def test_a_wrapper_may_be_passed_with_the_optimizer_whose_groups_it_shares() -> None:
+    """The groups had the new parameters already when the second one's turn came: a KeyError."""
+    model, inner = start("SGD-momentum")
+    plain, other = start("SGD-momentum")
+    wrapper = Wrapper(inner, shared=True)
+    parallelize_model(model, "fsdp", optimizer=[wrapper, inner])
+    held = [p for group in inner.param_groups for p in group["params"]]
+    assert {id(p) for p in held} <= {id(p) for p in model.parameters()}
+    train(plain, other, whole=True)
+    train(model, wrapper)
+    close(values(model), values(plain))
+
+
+@pytest.mark.promise(48, 104)
+@on_ranks(2)
 def test_torch_s_distributed_optimizers_are_refused_by_name(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch uses its own deprecated torch.jit
