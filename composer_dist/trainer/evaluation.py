@@ -184,7 +184,7 @@ def compute_metrics(metrics: Mapping[str, Metric], label: str) -> dict[str, floa
 def _flatten(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, Mapping):
         items = [(f"{name}/{key}", item) for key, item in value.items()]
-    elif isinstance(value, Tensor) and value.numel() != 1:
+    elif isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.numel() != 1):
         items = [(f"{name}/{index}", item) for index, item in enumerate(value)]
     else:
         return {name: float(value)}

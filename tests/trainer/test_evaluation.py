@@ -63,6 +63,19 @@ def test_the_loss_can_be_left_out_and_metrics_of_several_values_have_several_nam
     assert list(trainer.eval(loader())) == [f"metrics/eval/hits/{index}" for index in range(4)]
 
 
+class Pair(MulticlassAccuracy):
+    """Gives a tuple, as the ROC curves of torchmetrics do."""
+
+    def compute(self) -> Any:
+        return torch.tensor([0.25, 0.5]), [torch.tensor(0.75)]
+
+
+def test_a_metric_that_gives_a_tuple_has_a_name_for_each_value() -> None:
+    trainer, _ = quiet(classifier(val_metrics={"pair": Pair(num_classes=4)}), eval_loss=False)
+    names = [f"metrics/eval/pair/{place}" for place in ("0/0", "0/1", "1/0")]
+    assert trainer.eval(loader()) == dict(zip(names, (0.25, 0.5, 0.75), strict=True))
+
+
 def test_each_evaluation_starts_over_and_leaves_the_models_metrics_alone() -> None:
     model = classifier()
     trainer, _ = quiet(model)
