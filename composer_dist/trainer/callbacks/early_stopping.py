@@ -1,5 +1,6 @@
 """Ends a run that has stopped improving."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from composer_dist.trainer.clock import Time
 from composer_dist.trainer.improvement import Improvement, Mode, measured_on, mode_of, no_such_metric
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
+
+_log = logging.getLogger("composer_dist")
 
 
 class EarlyStopping(Callback):
@@ -48,11 +51,27 @@ class EarlyStopping(Callback):
         self._min_delta = min_delta
         self._improvement = Improvement()
         self._is_new = False
+        self._has_stopped = False
+        self._was_stopped = False
+        """Whether the run had been stopped when the checkpoint was saved from which it resumes."""
 
     @property
     def best(self) -> float | None:
         """The best value so far."""
         return self._improvement.best
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Stops a run again that resumes after it was stopped, unless its patience is longer now."""
+        again = self._was_stopped and self._improvement.has_stopped(self._patience, state)
+        self._has_stopped, self._was_stopped = again, False
+        if again:
+            state.stop_training()
+            if state.rank == 0:
+                _log.warning(
+                    "EarlyStopping had already stopped the run because of %s: this fit trains nothing. To "
+                    "train on, raise its patience or leave it out.",
+                    self._monitor,
+                )
 
     def eval_end(self, state: State, logger: Logger) -> None:
         self._is_new = self._is_new or state.dataloader_label == self._label
@@ -72,9 +91,11 @@ class EarlyStopping(Callback):
             raise no_such_metric("EarlyStopping", self._monitor, state)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._improvement.state_dict()
+        return self._improvement.state_dict() | {"stopped": self._has_stopped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        state = dict(state)
+        self._was_stopped = state.pop("stopped", False)  # checkpoints of earlier versions have none
         self._improvement = Improvement.from_state_dict(state)
 
     def _check(self, state: State) -> None:
@@ -83,6 +104,7 @@ class EarlyStopping(Callback):
         value = float(state.metric_values[self._monitor])
         better = self._improvement.add(value, state.timestamp, self._mode, self._min_delta)
         if not better and self._improvement.has_stopped(self._patience, state):
+            self._has_stopped = True
             state.stop_training()
 
 

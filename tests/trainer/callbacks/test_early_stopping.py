@@ -1,12 +1,14 @@
 """When training has brought nothing for long enough."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
-from composer_dist.trainer import EarlyStopping
+from composer_dist.trainer import CheckpointSaver, EarlyStopping
+from composer_dist.trainer.improvement import Improvement
 from tests.kit.training import Scores, batches, fitted, fitted_on_parts, loader, quiet
 from tests.kit.world import World
 
@@ -63,6 +65,26 @@ def test_it_remembers() -> None:
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
     assert (second.best, first.state_dict()["waited"]) == (5, 1)
+
+
+def test_a_run_that_was_stopped_stays_so_when_it_resumes(tmp_path: Path) -> None:
+    def epochs(patience: int, *scores: float) -> int:
+        stopping = EarlyStopping("metrics/eval/score", patience=patience)
+        callbacks = [Scores(*scores), stopping, CheckpointSaver(tmp_path)]
+        options = {"callbacks": callbacks, "eval_dataloader": loader(4), "resume": True}
+        trainer, _ = fitted(max_duration="9ep", **options)
+        trainer.close()
+        return trainer.state.timestamp.epoch
+
+    assert epochs(2, 5, 1, 1) == 3
+    assert [epochs(2), epochs(2)] == [3, 3]
+    assert epochs(4, 1, 1) == 5
+
+
+def test_a_state_of_an_earlier_version_is_loaded() -> None:
+    stopping = EarlyStopping("metrics/eval/score", patience=3)
+    stopping.load_state_dict(Improvement(best=5.0, waited=3).state_dict())
+    assert stopping.best == 5.0
 
 
 def test_what_is_not_logged_is_an_error() -> None:
