@@ -60,6 +60,7 @@ def build_plan(structure: Structure, request: Request, sizes: Mapping[str, int])
     whole = shards or replica
     assert whole is not None
     _check_modules(structure, whole.plain, sizes)
+    _check_layouts(structure, sizes)
     sharded = [held.info for name, held in structure.parameters.items() if name not in whole.plain]
     refuse_compiled(structure, (owner for info in sharded for owner in info.owners))
     check_optimizers(request.optimizers, structure, whole.plain, sizes)
@@ -120,6 +121,22 @@ def _check_modules(structure: Structure, plain: Container[str], sizes: Mapping[s
                 f"{listed(found, 4)}: AdaLora reads its matrices outside of the calls in which FSDP2 gathers "
                 "them. Keep them whole with Rule('re:.*[.]lora_[ABE]', shard=False), or use DDP."
             )
+
+
+def _check_layouts(structure: Structure, sizes: Mapping[str, int]) -> None:
+    """Refuse sparse parameters and buffers, which ranks can neither compare nor send.
+
+    Raises:
+        ParallelismValueError: names them.
+    """
+    held = ((name, one.get()) for name, one in structure.tensors.items() if one.info.kind != "attribute")
+    found = [name for name, tensor in held if tensor.layout not in (torch.strided, torch.jagged)]
+    if found and any(size > 1 for size in sizes.values()):
+        raise ParallelismValueError(
+            f"{listed(found)}: sparse parameters and buffers cannot be compared among several ranks or sent "
+            "to them. Register the indices and the values as two buffers, and build the sparse tensor from "
+            "them in forward (torch.sparse_coo_tensor(self.indices, self.values, shape))."
+        )
 
 
 def as_tuple(optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:

@@ -45,6 +45,18 @@ def adalora() -> nn.Module:
     )
 
 
+@pytest.mark.parametrize("config", ["fsdp", "ddp"])
+def test_sparse_buffers_are_refused_on_several_ranks(config: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].register_buffer("adjacency", torch.eye(4).to_sparse())
+    text = r"^1\.adjacency: sparse parameters and buffers cannot be .*Register the indices and the values"
+    with pytest.raises(ParallelismValueError, match=text):
+        plan_parallelism(model, config, world_size=2)
+    plan_parallelism(model, config, world_size=1)
+    model[1].adjacency = model[1].adjacency.to_dense()
+    plan_parallelism(model, config, world_size=2)
+
+
 @on_ranks(2)
 def test_adalora_trains_if_its_matrices_stay_whole_and_is_refused_otherwise() -> None:
     reference, model = built(adalora), built(adalora)
