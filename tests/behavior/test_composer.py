@@ -11,6 +11,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from composer_dist import ComposerClassifier, FSDP2Config, ParallelismError
 from composer_dist.distributed import init_context, parallelize_model
+from composer_dist.trainer import State
 from composer_dist.trainer.evaluation import fresh_metrics
 from tests.kit import models
 from tests.kit.compare import close, fails_alike, same, weights
@@ -124,7 +125,7 @@ def test_metrics_that_one_rank_made_on_meta_are_refused_on_all() -> None:
     with init_context(empty=dist.get_rank() > 0):
         metric = MulticlassAccuracy(num_classes=WIDTH)
     with fails_alike(ParallelismError, "Rank 1: Metrics were made on the meta device", "from: accuracy."):
-        fresh_metrics({"accuracy": metric}, torch.device("cpu"))
+        fresh_metrics(State(model=ComposerClassifier(Mlp(), num_classes=WIDTH)), {"accuracy": metric}, ())
 
 
 def untie(module: nn.Module) -> None:
