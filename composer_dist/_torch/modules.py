@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from composer_dist.errors import ParallelismRuntimeError
@@ -89,6 +90,12 @@ def classes_of_optimizers() -> set[type[Optimizer]]:
         kinds += kind.__subclasses__()
     made = {kind for kind in kinds if getattr(kind.step, "hooked", False)}
     return made and made.union(kind for kind in kinds if not kind.__module__.startswith("torch."))
+
+
+def has_spectral_norm(module: nn.Module, name: str) -> bool:
+    """Whether torch's older `spectral_norm` computes an attribute before each forward. Since torch 0.4."""
+    hooks = module._forward_pre_hooks.values()
+    return any(isinstance(hook, SpectralNorm) and hook.name == name for hook in hooks)
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -10,7 +10,6 @@ from itertools import pairwise
 
 import torch
 from torch import nn
-from torch.nn.utils.spectral_norm import SpectralNorm
 
 from composer_dist import _torch
 from composer_dist.errors import Faults
@@ -122,8 +121,7 @@ def _overlaps(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]:
 
 def _is_made_anew(place: Registration) -> bool:
     """Whether torch's older `spectral_norm` computes the attribute from a parameter before each forward."""
-    hooks = place.module._forward_pre_hooks.values() if place.kind == "attribute" else ()
-    return any(isinstance(hook, SpectralNorm) and hook.name == place.key for hook in hooks)
+    return place.kind == "attribute" and _torch.has_spectral_norm(place.module, place.key)
 
 
 def _sharded(structure: Structure, plain: Mapping[str, str]) -> Iterator[tuple[str, Held]]:
