@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.ranks.process_group import world_and_rank
 from composer_dist.ending import Ending
+from composer_dist.errors import CheckpointError
 
 _log = logging.getLogger("composer_dist")
 
@@ -129,6 +131,15 @@ def finish_pending() -> None:
     """Wait for the save in progress, if there is one, and raise its error; only once."""
     if _pending is not None:
         _pending.wait()
+
+
+def finish_another() -> None:
+    """Wait for a save that something else has begun; if it fails, rank 0 logs that."""
+    try:
+        finish_pending()
+    except CheckpointError as error:
+        if world_and_rank()[1] == 0:
+            _log.warning("Another save in the background failed: %s", error)
 
 
 def stage(job: Job) -> None:

@@ -5,7 +5,7 @@
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from string import Formatter
@@ -14,7 +14,12 @@ from typing import Protocol
 from composer_dist.checkpoint.storage import local
 from composer_dist.checkpoint.storage.local import LocalPlace
 from composer_dist.checkpoint.storage.remote import RemotePlace
-from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
+from composer_dist.errors import (
+    CheckpointError,
+    CheckpointRuntimeError,
+    CheckpointValueError,
+    ParallelismValueError,
+)
 from composer_dist.files.checked import Sink
 
 
@@ -181,6 +186,26 @@ def vacate(folder: str, present: str, overwrite: bool) -> None:
         for link in Path(folder.removeprefix("file://")).iterdir():
             if link.is_symlink() and not link.exists():
                 link.unlink()
+
+
+def name_from(filename: str, counts: Mapping[str, int]) -> str:
+    """The name of a checkpoint.
+
+    Args:
+        filename: has fields for numbers, such as "ep{epoch}-ba{batch}".
+        counts: the numbers.
+
+    Raises:
+        ParallelismValueError: the filename has other fields, or is not such a string.
+    """
+    try:
+        return filename.format(**counts)
+    except (KeyError, IndexError, AttributeError) as error:
+        raise ParallelismValueError(
+            f"filename={filename!r}: {error} is unknown. Valid keys: {', '.join(counts)}."
+        ) from error
+    except ValueError as error:
+        raise ParallelismValueError(f"filename={filename!r}: {error}.") from error
 
 
 def clear_unfinished(folder: str, filename: str) -> None:

@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from composer_dist.checkpoint import PendingSave, save_checkpoint
-from composer_dist.checkpoint.background import finish_pending
+from composer_dist.checkpoint.background import finish_another
 from composer_dist.checkpoint.kinds.optimizer_names import parameter_names
 from composer_dist.checkpoint.storage.lock import FolderLock
 from composer_dist.checkpoint.storage.place import (
     check_writable,
     clear_unfinished,
     is_url,
+    name_from,
     place_of,
     point,
     remove_older,
@@ -123,9 +124,8 @@ class CheckpointSaver(Callback):
             raise ParallelismValueError(
                 f"filename={filename!r} would be the same for all checkpoints; put {{batch}} into it."
             )
-        self._keep = keep
+        self._keep, self._latest = keep, latest
         self._asynchronous = asynchronous
-        self._latest = latest
         self._on_sigterm = on_sigterm
         self._overwrite, self._new = overwrite, True
         self._sharded = True
@@ -197,7 +197,8 @@ class CheckpointSaver(Callback):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._save_last(state, final=True)
-        self._restore_handler()
+        if self._sigterm is not None:
+            self._sigterm.restore()
         self._end_if_asked(state)
         self._release_lock()
         if self._best is not None:
@@ -212,7 +213,8 @@ class CheckpointSaver(Callback):
 
     def close(self, state: State, logger: Logger) -> None:
         """Waits for the present save, and restores the signal handler."""
-        self._restore_handler()
+        if self._sigterm is not None:
+            self._sigterm.restore()
         try:
             self._wait()
         except ParallelismError as error:  # another error may be propagating
@@ -249,12 +251,11 @@ class CheckpointSaver(Callback):
         if self._saved == saves:
             return
         name = self._name(now)
-        path = f"{self.folder.rstrip('/')}/{name}"
+        self._writing = path = f"{self.folder.rstrip('/')}/{name}"
         if self._best is not None:
             self._best.measure(name, state)
         saved = contents(state, optimizers=not (self._weights_only if final else self._weights_only is True))
-        self._writing = path
-        self._finish_others()
+        finish_another()
         with self._or_later():
             with process_group.together("the folder of checkpoints"):
                 if state.rank == 0 and self._lock is not None:
@@ -300,14 +301,6 @@ class CheckpointSaver(Callback):
         with self._or_later():
             self._wait()
 
-    def _finish_others(self) -> None:
-        """Wait for a save that something else has begun; if it failed, this saver saves all the same."""
-        try:
-            finish_pending()
-        except CheckpointError as error:
-            if process_group.world_and_rank()[1] == 0:
-                _log.warning("Another save in the background failed: %s", error)
-
     def _wait(self) -> None:
         """Wait until the present save is complete; then point `latest` to it, and remove the oldest."""
         if self._pending is None:
@@ -329,7 +322,8 @@ class CheckpointSaver(Callback):
             try:
                 if self._latest:
                     point(self.folder, self._latest, path.rpartition("/")[2])
-                spare = self._best_beside(path)
+                there = [os.path.basename(one) for one in (path, *place_of(path).beside())]
+                spare = [] if self._best is None else self._best.among(there)
                 if spare:
                     point(self.folder, "best", spare[0])
                 remove_older(place_of(path), self._keep, spare)
@@ -339,11 +333,6 @@ class CheckpointSaver(Callback):
                     *(path, self._latest, in_words(error)),
                 )
         self._failure, self._slow = None, False
-
-    def _best_beside(self, path: str) -> list[str]:
-        """The names of the best checkpoints of the folder, of which `path` is complete now."""
-        there = [os.path.basename(one) for one in (path, *place_of(path).beside())]
-        return [] if self._best is None else self._best.among(there)
 
     def _end_if_asked(self, state: State) -> None:
         """All ranks save and end, if SIGTERM has come to any of them."""
@@ -356,16 +345,6 @@ class CheckpointSaver(Callback):
             _log.warning(text, self.folder, EXIT_STATUS)
         raise SystemExit(EXIT_STATUS)
 
-    def _restore_handler(self) -> None:
-        if self._sigterm is not None:
-            self._sigterm.restore()
-
     def _name(self, now: Timestamp) -> str:
-        try:
-            return self._filename.format(epoch=now.epoch, batch=now.batch, sample=now.sample, token=now.token)
-        except (KeyError, IndexError) as error:
-            raise ParallelismValueError(
-                f"filename={self._filename!r}: {error} is unknown. Valid keys: epoch, batch, sample, token."
-            ) from error
-        except ValueError as error:
-            raise ParallelismValueError(f"filename={self._filename!r}: {error}.") from error
+        counts = {"epoch": now.epoch, "batch": now.batch, "sample": now.sample, "token": now.token}
+        return name_from(self._filename, counts)
