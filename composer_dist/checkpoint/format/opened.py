@@ -29,9 +29,6 @@ from composer_dist.files.slabs import plan_reads
 from composer_dist.files.torch_save import index_of, load, read_seal, read_torch_file, refusal
 from composer_dist.tensors.blueprint import Blueprint
 
-_SAMPLE = 1 << 18
-"""Elements that `Opened.alike` compares at each of three places."""
-
 
 @dataclass
 class Opened:
@@ -114,32 +111,6 @@ class Opened:
             with self.files() as files:
                 return self._tensor(paths[id(value)], files)
         return value
-
-    def alike(self, one: str, other: str) -> bool:
-        """Whether two tensors are stored once, or have the same bits at their beginning, middle and end."""
-        both = [self.tensors[one], self.tensors[other]]
-        places = [
-            [(self.index.entries[box.source], box.start, box.offset, box.strides) for box in blueprint.boxes]
-            for blueprint in both
-        ]
-        if places[0] == places[1]:
-            return True
-        with self.files() as files:
-            first, second = (self._sample(blueprint, files) for blueprint in both)
-        return first.dtype == second.dtype and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
-
-    def _sample(self, blueprint: Blueprint, files: Files) -> Tensor:
-        whole = torch.empty(blueprint.dims, dtype=blueprint.dtype).view(-1)  # memory only where it is read
-        part = Layout(blueprint.dims).part(Coordinate())
-        length = min(whole.numel(), _SAMPLE)
-        spare = whole.numel() - length
-        windows = [(start, start + length) for start in (0, spare // 2, spare)]
-        entries = self.index.entries
-        read_slabs(
-            [slab for window in windows for slab in plan_reads(blueprint, entries, part, whole, *window)],
-            files,
-        )
-        return torch.cat([whole[first:last] for first, last in windows])
 
     def _leaf(self, tag: str, path: str, files: Files) -> Any:
         if tag == "tensor":

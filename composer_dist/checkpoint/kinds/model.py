@@ -17,6 +17,7 @@ from composer_dist.distributed.ranks.process_group import device_of_group
 from composer_dist.distributed.weights.storage import give_memory
 from composer_dist.errors import CheckpointValueError
 from composer_dist.files.match import castable
+from composer_dist.files.same import are_alike, are_stored_once
 from composer_dist.models.adapters import whole_state
 from composer_dist.structure.names import canonical_name
 from composer_dist.structure.structure import Structure, read_structure
@@ -200,7 +201,12 @@ def _misfit(stored: Blueprint, target: Tensor, exactly: bool = False) -> str | N
 
 def _check_twin(opened: Opened, name: str, one: str, other: str) -> None:
     """Raise a CheckpointValueError if two stored tensors for one tied tensor differ."""
-    if one != other and not opened.alike(one, other):
+    both = opened.tensors[one], opened.tensors[other]
+    if are_stored_once(*both, opened.index.entries):
+        return
+    with opened.files() as files:
+        alike = are_alike(*both, opened.index.entries, files)
+    if not alike:
         raise CheckpointValueError(
             f"{one} and {other} differ in {opened.where}, but the model ties them as {name}. Untie them "
             "(tie_word_embeddings=False), or ignore the wrong one: load_checkpoint(ignore=...)."

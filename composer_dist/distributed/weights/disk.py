@@ -30,14 +30,12 @@ from composer_dist.files.find import index_weights
 from composer_dist.files.index import Index
 from composer_dist.files.match import Match, match_names
 from composer_dist.files.read import Files, open_files, read_slabs
-from composer_dist.files.same import check_same, fingerprints, identities
-from composer_dist.files.slabs import MIB, Slab, plan_reads
+from composer_dist.files.same import are_alike, check_same, fingerprints, identities
+from composer_dist.files.slabs import Slab, plan_reads
 from composer_dist.progress import Progress
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.blueprint import Blueprint
 from composer_dist.wording import listed
-
-_SAMPLE = MIB // 4
 
 
 @dataclass
@@ -275,17 +273,7 @@ def _check_dense(structure: Structure, index: Index, path: Path) -> None:
 
 def _check_twin(name: str, one: Blueprint, other: Blueprint, index: Index, files: Files) -> None:
     """Raise a CheckpointValueError if samples of two stored tensors for one tied tensor differ."""
-    found = [index.entries[blueprint.source] for blueprint in (one, other) if blueprint.source]
-    if len(found) < 2:
-        return
-    size, samples = found[0].nbytes, []
-    for entry in found:
-        buffer = torch.zeros(3, min(size, _SAMPLE), dtype=torch.uint8)
-        for row, at in zip(buffer, (0, (size - len(buffer[0])) // 2, size - len(buffer[0])), strict=True):
-            if size and entry.nbytes == size:
-                files.read(entry.file, entry.offset + at, [(row.data_ptr(), row.numel())])
-        samples.append(buffer)
-    if found[0].dtype != found[1].dtype or found[0].nbytes != size or not torch.equal(*samples):
+    if one.source and other.source and not are_alike(one, other, index.entries, files):
         raise CheckpointValueError(
             f"{one.source} and {other.source} differ in the checkpoint, but the model ties them as {name}. "
             "Untie them (tie_word_embeddings=False) or remove the wrong one."
