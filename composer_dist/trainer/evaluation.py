@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.prepared import mesh_of
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
@@ -136,18 +135,8 @@ def fresh_metrics(state: State, metrics: Mapping[str, Metric], sharing: Sequence
     for metric in fresh.values():
         metric.reset()
         if mesh is not None and any(mesh.sizes[name] > 1 for name in sharing):
-            _take_from(_first_along(mesh, sharing), metric)
+            _take_from(mesh.first_along(*sharing), metric)
     return fresh
-
-
-def _first_along(mesh: Mesh, dimensions: Sequence[str]) -> list[int]:
-    """The global ranks that are the first along these dimensions."""
-    table = mesh.device_mesh.mesh
-    for name in dimensions:
-        if name in mesh.dims:
-            table = table.narrow(mesh.dims[name], 0, 1)
-    ranks: list[int] = table.flatten().tolist()
-    return ranks
 
 
 def _take_from(ranks: list[int], metric: Metric) -> None:

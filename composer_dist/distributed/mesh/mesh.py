@@ -88,6 +88,15 @@ class Mesh:
         ranks: list[int] = self.table[int((self.table == rank).nonzero()[0, 0])].flatten().tolist()
         return ranks
 
+    def first_along(self, *dimensions: str) -> list[int]:
+        """The global ranks that are the first along each of these dimensions."""
+        table = self.device_mesh.mesh
+        for name in dimensions:
+            if name in self.dims:
+                table = table.narrow(self.dims[name], 0, 1)
+        ranks: list[int] = table.flatten().tolist()
+        return ranks
+
     @property
     def device_type(self) -> str:
         """Such as "cpu" or "cuda"."""
