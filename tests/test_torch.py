@@ -48,6 +48,7 @@ FEATURES = {
     "torch._foreach_norm": "clip_grad_norm",
     "torch.utils._python_dispatch.TorchDispatchMode": "tracing initializers",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "tensors cut by users, saved",
+    "torch._decomp.decomposition_table": "losses on sharded parameters",
     "torch._subclasses.fake_tensor": "plan.memory()",
     "torch._subclasses.fake_tensor.FakeTensorMode": "single files read in slices",
     "torch.distributed.checkpoint.filesystem._StorageInfo": "checkpoints for torch's own",

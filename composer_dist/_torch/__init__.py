@@ -14,8 +14,8 @@ from composer_dist._torch.gathered import *
 from composer_dist._torch.memory import *
 from composer_dist._torch.modules import *
 from composer_dist._torch.operations import *
+from composer_dist._torch.reductions import *
 from composer_dist._torch.replication import *
 from composer_dist._torch.sharding import *
 from composer_dist._torch.tensors import *
-from composer_dist._torch.traced import *
 from composer_dist._torch.whole_gradients import *

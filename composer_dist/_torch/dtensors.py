@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from functools import wraps
 from inspect import currentframe
 from itertools import compress
-from math import inf, prod
 from traceback import walk_stack
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from composer_dist._torch.data_writes import read_data
 from composer_dist._torch.gathered import is_changed_view, is_gathered
@@ -38,29 +37,6 @@ def refuse_local_scalars(message: str) -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = scalar
-
-
-def reduce_exactly() -> None:
-    """Have reductions of shards whose parts may be empty, and `any`, give what they give of whole tensors.
-
-    The largest value of an empty part, which is also an infinity norm, is an error on that rank alone, and
-    torch adds up how many ranks have any, which is more than one where it is cast to a number. By the same
-    table. Since torch 2.2.
-    """
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-
-    def reduce(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if op in _LARGEST or (op in _NORMS and any(not 0 <= order < inf for order in args[1:2])):
-            many = isinstance(args[0], (list, tuple))
-            args = ([*map(_evened, args[0])] if many else _evened(args[0]), *args[1:])
-        handlers.pop(op, None)
-        try:
-            result = op(*args, **kwargs)
-        finally:
-            handlers[op] = reduce
-        return _replicated(result) if op in _ANY and _is_partial(result) else result
-
-    handlers.update(dict.fromkeys(_ANY | _LARGEST | _NORMS, reduce))
 
 
 def check_scaled_gradients() -> None:
@@ -140,10 +116,13 @@ def refuse_lost_writes(
         try:
             result = run(op, args, kwargs, write)
         except RuntimeError as error:
-            if not many or "got mixed" not in str(error):
+            if many and "got mixed" in str(error):
+                for its in _alike(many, args):
+                    result = run(op, its, kwargs, write)
+            elif not many and _OTHER_LAYOUT in str(error):
+                result = run(op, (written, *_laid_out(args[1:], written)), kwargs, write)
+            else:
                 raise
-            for its in _alike(many, args):
-                result = run(op, its, kwargs, write)
         if many:  # which torch counts for other tensors only
             torch.autograd.graph.increment_version([one for one in many if not one.is_inference()])
         return result
@@ -160,7 +139,9 @@ def refuse_lost_writes(
         raise ParallelismRuntimeError(to_send.format(op.overloadpacket.__name__.rstrip("_")))
 
     handlers.update(dict.fromkeys(_PARTS, part) | dict.fromkeys(_SENDS, send))
-    handlers.update(dict.fromkeys(_FILLS | _MANY, write) | dict.fromkeys(BY_INDEX, write_by_index))
+    handlers.update(
+        dict.fromkeys(_FILLS | _MANY | {_aten.add_.Tensor}, write) | dict.fromkeys(BY_INDEX, write_by_index)
+    )
     setattr(DTensor, "data", property(read_data, _refusing(to_data)))  # noqa: B010 - mypy knows its type
     setattr(DTensor, "share_memory_", _refusing(to_share))  # noqa: B010
     setattr(DTensor, "fill_diagonal_", fill_diagonal)  # noqa: B010
@@ -230,12 +211,8 @@ def _explained(method: Callable[..., Any], message: str) -> Callable[..., Any]:
         try:
             return method(tensor, *args, **kwargs)
         except RuntimeError as error:
-            if "require placement changes" in str(error):
-                laid_out = (
-                    one.redistribute(placements=tensor.placements) if isinstance(one, DTensor) else one
-                    for one in args
-                )
-                return method(tensor, *laid_out, **kwargs)
+            if _OTHER_LAYOUT in str(error):
+                return method(tensor, *_laid_out(args, tensor), **kwargs)
             if "got mixed torch.Tensor and DTensor" not in str(error):
                 raise
             for frame, _ in walk_stack(currentframe()):
@@ -245,6 +222,13 @@ def _explained(method: Callable[..., Any], message: str) -> Callable[..., Any]:
             raise ParallelismRuntimeError(message) from error
 
     return call
+
+
+def _laid_out(args: Sequence[Any], tensor: DTensor) -> list[Any]:
+    """The arguments; DTensors are laid out as the tensor is."""
+    return [
+        one.redistribute(placements=tensor.placements) if isinstance(one, DTensor) else one for one in args
+    ]
 
 
 def _is_gathered(tensor: Any) -> bool:
@@ -258,26 +242,6 @@ def _is_cut(tensor: DTensor, on_any_device: bool) -> bool:
     return cut and (on_any_device or tensor.device_mesh.device_type == "cpu")
 
 
-def _evened(tensor: Any) -> Any:
-    """The tensor itself, or the whole of it on every rank if its parts differ in size."""
-    return _replicated(tensor) if isinstance(tensor, DTensor) and _is_uneven(tensor) else tensor
-
-
-def _replicated(tensor: DTensor) -> DTensor:
-    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-
-
-def _is_uneven(tensor: DTensor) -> bool:
-    """Whether parts of a sharded tensor differ in size, so that some may be empty."""
-    cuts = list(zip(tensor.placements, tensor.device_mesh.shape, strict=True))
-    dims = {placement.dim for placement, _ in cuts if placement.is_shard()}  # type: ignore[attr-defined]
-    return any(tensor.shape[dim] % prod(size for one, size in cuts if one.is_shard(dim)) for dim in dims)
-
-
-def _is_partial(result: Any) -> bool:
-    return isinstance(result, DTensor) and any(placement.is_partial() for placement in result.placements)
-
-
 def _refusing(message: str) -> Callable[..., None]:
     def refuse(*args: Any) -> None:
         raise ParallelismRuntimeError(message)
@@ -285,6 +249,7 @@ def _refusing(message: str) -> Callable[..., None]:
     return refuse
 
 
+_OTHER_LAYOUT = "require placement changes"
 _aten = torch.ops.aten
 _PARTS = (_aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, _aten.diagonal.default)
 _COLLECTIVES = "allreduce_ broadcast_ allgather_ _allgather_base_ _reduce_scatter_base_ reduce_ send"
@@ -296,16 +261,6 @@ _FILLS = frozenset(
     for packet in [getattr(_aten, name)]
     for overload in packet.overloads()
 )
-_ANY = frozenset(getattr(_aten.any, overload) for overload in ("default", "dim", "dims"))
-_LARGEST = frozenset(
-    getattr(packet, overload)
-    for packet in (
-        getattr(_aten, name) for name in ["max", "min", "amax", "amin", "argmax", "argmin", "aminmax"]
-    )
-    for overload in packet.overloads()
-    if overload in ("default", "dim")
-)
-_NORMS = frozenset([_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar])
 _WITH_ANOTHER = [
     "add_",
     "sub_",

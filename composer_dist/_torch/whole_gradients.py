@@ -116,7 +116,12 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _get_grad(tensor: DTensor) -> Any:
+    grad = _grad.__get__(tensor)
     if (param := _record(tensor)) is not None:
+        if isinstance(grad, DTensor) and grad.placements != tensor.placements and _is_whole(grad):
+            # Of a penalty on a shard: torch cuts nothing with fewer rows than ranks, but FSDP2 adds parts.
+            grad = grad.redistribute(placements=tensor.placements)
+            _grad.__set__(tensor, grad)
         group = getattr(param, _GROUP)
         if _is_unreduced(param, group) and current_backward() == -1:
             if getattr(group, "_composer_dist_synchronizes", False):
@@ -130,7 +135,11 @@ def _get_grad(tensor: DTensor) -> Any:
                 f"The gradient of {param._param_fqn} is not reduced over the ranks yet, because the last "
                 "backward was inside of no_sync. Read or change .grad after a backward outside of it."
             )
-    return _grad.__get__(tensor)
+    return grad
+
+
+def _is_whole(tensor: DTensor) -> bool:
+    return all(placement.is_replicate() for placement in tensor.placements)
 
 
 def _set_grad(tensor: DTensor, value: torch.Tensor | None) -> None:
