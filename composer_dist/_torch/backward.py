@@ -3,7 +3,8 @@
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd import Variable
@@ -11,6 +12,8 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from composer_dist.errors import ParallelismRuntimeError
+
+Owner = TypeVar("Owner")
 
 
 def wanted_by_caller(nodes: Iterable[Node]) -> int | None:
@@ -46,6 +49,7 @@ _grad_calls: list[None] = []
 _leaves: list[Callable[[torch.Tensor], torch.Tensor]] = []
 _starts: list[Callable[[], None]] = []
 _explanations: list[Callable[[RuntimeError], str | None]] = []
+_failures: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
 
 
 def at_start_of_backward(callback: Callable[[], None]) -> None:
@@ -55,7 +59,7 @@ def at_start_of_backward(callback: Callable[[], None]) -> None:
     """
     if callback not in _starts:
         _starts.append(callback)
-        _watch_backward()
+    _watch_backward()
 
 
 def replace_inputs(leaf_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -71,12 +75,17 @@ def explain_in_backward(explain: Callable[[RuntimeError], str | None]) -> None:
     """
     if explain not in _explanations:
         _explanations.append(explain)
-        _watch_backward()
+    _watch_backward()
 
 
+def after_failed_backward(owner: Owner, callback: Callable[[Owner], None]) -> None:
+    """Run `callback(owner)` after every backward of the process that raises, while there is the owner."""
+    _failures[owner] = callback
+    _watch_backward()
+
+
+@functools.cache
 def _watch_backward() -> None:
-    if len(_starts) + len(_explanations) > 1:
-        return
     run = torch.autograd.graph._engine_run_backward
 
     @functools.wraps(run)
@@ -90,9 +99,12 @@ def _watch_backward() -> None:
         try:
             _grad_calls.extend(calls)
             return run(*args, **kwargs)
-        except RuntimeError as error:
-            for message in filter(None, (explain(error) for explain in _explanations)):
-                raise ParallelismRuntimeError(message) from error
+        except BaseException as error:
+            for owner, forget in list(_failures.items()) if current_backward() == -1 else ():
+                forget(owner)
+            if isinstance(error, RuntimeError):
+                for message in filter(None, (explain(error) for explain in _explanations)):
+                    raise ParallelismRuntimeError(message) from error
             raise
         finally:
             del _grad_calls[: len(calls)]

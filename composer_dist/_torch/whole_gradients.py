@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from composer_dist._torch.backward import current_backward, replace_inputs
+from composer_dist._torch.backward import after_failed_backward, current_backward, replace_inputs
 from composer_dist._torch.sharding import fsdp_param_groups, fsdp_params
 from composer_dist.errors import ParallelismRuntimeError
 
@@ -182,6 +182,21 @@ def forget_iteration(model: nn.Module) -> None:
             unit.reset_iter_state()
         for param in fsdp_params(unit):
             _drop(param)
+
+
+def forget_failed_iterations(model: nn.Module) -> None:
+    """Reset FSDP2 in `model` whenever a backward through it raises an error, where torch supports that.
+
+    Without it, the next forward and backward would fail, or `zero_grad`.
+    """
+    if forgets_iterations:
+        after_failed_backward(model, _forget_failed)
+
+
+def _forget_failed(model: nn.Module) -> None:
+    states = [one._get_fsdp_state() for one in model.modules() if isinstance(one, FSDPModule)]
+    if any(state._state_ctx.post_backward_final_callback_queued for state in states):
+        forget_iteration(model)
 
 
 forgets_iterations = hasattr(FSDPModule, "reset_iter_state")

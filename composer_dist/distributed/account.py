@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.distributed.plan.plan import ParallelPlan
 from composer_dist.distributed.plan.text import mesh_in_words, table
-from composer_dist.distributed.replication.reducer import replica_of
+from composer_dist.distributed.replication.replica import replica_of
 from composer_dist.wording import human_bytes, listed
 
 _log = logging.getLogger("composer_dist")

@@ -39,6 +39,8 @@ class Layer(IntEnum):
     """The collectives of a style."""
     CALL = 5
     """Runs a direct call of the forward of an FSDP2 unit through the unit's hooks."""
+    AUTOCAST = 6
+    """The precision of a replicated model."""
 
 
 @dataclass

@@ -23,7 +23,7 @@ from composer_dist import _torch
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.board import Board
 from composer_dist.distributed.ranks.waiting import poll
-from composer_dist.distributed.replication.reducer import replica_of
+from composer_dist.distributed.replication.replica import replica_of
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.prepared import record, refuse_copy
 from composer_dist.distributed.replication.batch_norm import convert_sync_batch_norm
 from composer_dist.distributed.replication.plan import ReplicaPlan
-from composer_dist.distributed.replication.reducer import Replica, replica_of
+from composer_dist.distributed.replication.replica import Replica, replica_of
 from composer_dist.distributed.training.average_gradients import average_gradients
 from composer_dist.distributed.training.gradients import no_sync
 from composer_dist.errors import ParallelismValueError

@@ -1,10 +1,4 @@
-"""DDP for a model in place, on composable replicate.
-
-Unlike composable replicate alone, the reducer exists from the start and is built for the model itself, so it
-broadcasts buffers and supports sparse embeddings and names. It is rebuilt when parameters are frozen or
-unfrozen. Each forward prepares DDP for one backward only. If there is another one (inside a forward, or a
-second one after it), the reducer averages its gradients when it ends.
-"""
+"""DDP's reducer for a model in place, which keeps track of each backward."""
 
 from __future__ import annotations
 
@@ -16,17 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from composer_dist import _torch
-from composer_dist.distributed import prepared
-from composer_dist.distributed.before_steps import Check
-from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.replication.checks import Checks
-from composer_dist.distributed.replication.hooks import CommHook, LocalSGD, reduced_in
-from composer_dist.distributed.replication.plan import ReplicaPlan
-from composer_dist.distributed.replication.precision import compute_in
+from composer_dist.distributed.replication.hooks import CommHook, LocalSGD
 from composer_dist.distributed.training.average_gradients import average_gradients
 from composer_dist.distributed.training.changes import is_power_of_two
 from composer_dist.distributed.training.gradient_hooks import GradientHooks
@@ -36,160 +23,7 @@ from composer_dist.tensors.nested import tensors_in
 from composer_dist.wording import listed
 
 
-class Replica:
-    """Keeps the ranks' copies of one model equal.
-
-    Args:
-        model: its weights are the same on all ranks.
-        parameters: those whose gradients are averaged while they are trainable, by first name.
-        ignored: tensors that are left to each rank.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: ReplicaPlan,
-        parameters: Mapping[str, nn.Parameter],
-        ignored: list[torch.Tensor],
-        mesh: Mesh,
-    ) -> None:
-        self.mesh = mesh
-        self.group = mesh.replica_group
-        self._model, self._plan, self._parameters, self._ignored = model, plan, parameters, ignored
-        self._ddp: _Reducer | None = None
-        self._hook: CommHook | None = None
-        self._hinted = False
-        self._depth = 0
-        advice = " To average them yourself, leave out no_sync and pass a DDPConfig(comm_hook=function)."
-        self._local = LocalGradients(parameters if self.group.size() > 1 else {}, advice)
-        self._checks = Checks(parameters, ignored, self.group)
-        if (former := replica_of(model)) is not None:  # it was for evaluation only; a plan refuses others
-            former.end()
-        self._handles = compute_in(model, mesh.device_type, plan.mp_policy)
-        before = torch.compiler.disable(self._before_forward)  # the user may compile the whole model
-        self._handles.append(model.register_forward_pre_hook(before))
-        if not plan.idle:
-            self._follow(self._trainable())
-        after = torch.compiler.disable(self._after_forward)
-        self._handles.append(model.register_forward_hook(after, always_call=True))
-        prepared.record(model).replica = self
-
-    @property
-    def local_sgd(self) -> LocalSGD | None:
-        """The state of post-local SGD, if that is the hook in use."""
-        state = self._hook.state if self._hook else None
-        return state if isinstance(state, LocalSGD) else None
-
-    @property
-    def could_be_static(self) -> bool:
-        """Whether all steps, at least two, have used the same parameters, and `static_graph` is not set."""
-        ddp = self._ddp
-        return ddp is not None and not ddp.static_graph and ddp.steps > 1 and ddp.is_constant
-
-    def hint(self) -> str | None:
-        """Advice on the configuration, given once, if training so far suggests any."""
-        if self._hinted or not self.could_be_static:
-            return None
-        self._hinted = True
-        return (
-            "All steps have used the same parameters, so DDPConfig(static_graph=True) would save DDP the "
-            "search for unused ones."
-        )
-
-    def check_of(self, optimizer: Optimizer) -> Check[Replica] | None:
-        """What is checked before each step of `optimizer`; None if it holds none of the parameters."""
-        averaged = set(map(id, self._parameters.values()))
-        holds = any(id(one) in averaged for group in optimizer.param_groups for one in group["params"])
-        return Replica._before_step if holds else None
-
-    def _before_step(self, optimizer: Optimizer) -> None:
-        """Refuse a step with gradients that are not averaged: others are missing, or `no_sync` was in effect.
-
-        Raises:
-            ParallelismRuntimeError: names the parameters.
-        """
-        if self._ddp is not None:
-            self._local.check(optimizer)
-            self._ddp.refuse_partial()
-
-    def averaged(self) -> None:
-        """All gradients have been averaged without DDP."""
-        self._local.clear()
-
-    def renew(self) -> None:
-        """Make a new reducer after a forward or backward raised; every rank must call it."""
-        self._depth = 0
-        if self._ddp is not None and (trainable := self._trainable()):
-            self._follow(trainable)
-
-    def end(self) -> None:
-        """Remove all hooks; every rank gets rank 0's buffers."""
-        for handle in self._handles:
-            handle.remove()
-        if self._ddp is not None:
-            self._ddp.broadcast_due()
-            self._ddp.release()
-        self._ddp = self._hook = None
-
-    def _trainable(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self._parameters.items() if p.requires_grad}
-
-    def _before_forward(self, model: nn.Module, args: Any) -> None:
-        """Adapt to parameters that were frozen or unfrozen; refuse gradients that would not be averaged."""
-        self._depth += 1
-        if self._ddp is not None:
-            self._ddp.is_nested = self._depth > 1
-        if self._depth > 1:
-            return
-        if not torch.is_grad_enabled():
-            self._checks.before_forward(model)
-            return
-        trainable = self._trainable()
-        if self._ddp is None:
-            if trainable:
-                raise ParallelismRuntimeError(
-                    f"{next(iter(trainable))} would get a gradient, but no gradients are averaged, because "
-                    f"{self._plan.idle}. Run forward under torch.no_grad(), or prepare the model for "
-                    "training."
-                )
-            return
-        if trainable and (trainable.keys() != self._ddp.names.keys() or self._ddp.is_passed_by()):
-            self._follow(trainable)
-        self._checks.before_forward(model)
-        _torch.register_late_hooks(model)
-
-    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        self._depth = max(self._depth - 1, 0)  # an earlier hook may have raised before the forward began
-        if self._ddp is not None:
-            self._ddp.is_nested = self._depth > 1
-        if self._depth == 0:
-            self._checks.after_forward(output)
-
-    def _follow(self, trainable: Mapping[str, nn.Parameter]) -> None:
-        """Make a new reducer for these parameters, without communication; the same on every rank."""
-        if self._ddp is not None:
-            self._ddp.release()
-        model, plan = self._model, self._plan
-        devices = None if self.mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
-        ignored = {id(tensor) for tensor in self._ignored}
-        parameters = model.named_parameters(remove_duplicate=False)
-        named = [*parameters, *model.named_buffers(remove_duplicate=False)]
-        with _torch.ddp_ignores(model, [name for name, tensor in named if id(tensor) in ignored]):
-            self._ddp = _Reducer(
-                model, trainable, self._local, process_group=self.group, device_ids=devices, **plan.arguments
-            )
-        self._ddp.broadcast_buffers = plan.broadcast_buffers
-        if plan.hook is None:
-            self._hook = CommHook(self.group, reduced_in(plan.reduce_dtype)) if plan.reduce_dtype else None
-        elif self.local_sgd is None:  # other states belong to the reducer's buckets
-            self._hook = plan.hook.build(self.group)
-        if self._hook is not None:
-            self._ddp.register_comm_hook(*self._hook)
-        self._ddp.hook = self._hook
-        _torch.serve_in_place(model, self._ddp)
-
-
-class _Reducer(_torch.InPlaceDDP):
+class Reducer(_torch.InPlaceDDP):
     """DDP that keeps track of each backward.
 
     Attributes:
@@ -246,16 +80,24 @@ class _Reducer(_torch.InPlaceDDP):
         pairs = islice(zip(self.names.values(), self._nodes, strict=True), looked)
         return any(get_gradient_edge(parameter).node is not node for parameter, node in pairs)
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has given gradients, and has not ended; it may have raised."""
+        return self._backward != -1
+
     def before_forward(self) -> None:
+        """A forward begins."""
         self._backward = -1  # in case the last one raised
 
     def on_error(self, error: RuntimeError) -> None:
+        """Say which gradients DDP still waits for, if that is the error."""
         if self._expected and "finished reduction" in str(error):
             raise ParallelismRuntimeError(
                 f"The last backward gave {self._explain(self._expected)}"
             ) from error
 
     def refuse_partial(self) -> None:
+        """Refuse a step if the last backward gave some gradients only."""
         if 0 < len(self._expected) < len(self.names):
             raise ParallelismRuntimeError(
                 f"The optimizer would step with gradients that are not averaged over the ranks. The last "
@@ -263,6 +105,7 @@ class _Reducer(_torch.InPlaceDDP):
             )
 
     def wants_backward(self, output: Any) -> bool:
+        """Whether DDP prepares for a backward from this output."""
         tensors = list(tensors_in(output))  # none if the output is of an unknown type
         wanted = not self._several and (not tensors or any(tensor.requires_grad for tensor in tensors))
         if wanted:
@@ -342,9 +185,3 @@ class _Reducer(_torch.InPlaceDDP):
             "still waits for them. If a loss does not use every parameter, set "
             "DDPConfig(find_unused_parameters=True), or freeze the unused ones."
         )
-
-
-def replica_of(model: nn.Module) -> Replica | None:
-    """The `Replica` of `model`; None if the model was not prepared for DDP."""
-    found = prepared.of(model)
-    return found.replica if found is not None and isinstance(found.replica, Replica) else None

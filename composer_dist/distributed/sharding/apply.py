@@ -140,6 +140,7 @@ def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
     _torch.reduce_exactly()
     _torch.check_scaled_gradients()
     _torch.explain_in_backward(refused)
+    _torch.forget_failed_iterations(structure.modules[""])
     _torch.refuse_pruning(_PRUNED)
     units = {unit.name: structure.modules[unit.name] for unit in plan.units}
     inside = [name for unit in plan.units for name in unit.modules]

@@ -13,7 +13,7 @@ from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.plan.build import as_tuple
 from composer_dist.distributed.prepared import check_usable, mesh_of_world, reshard
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.replication.reducer import replica_of
+from composer_dist.distributed.replication.replica import replica_of
 from composer_dist.distributed.verification import replicas
 from composer_dist.distributed.verification.around import as_before
 from composer_dist.distributed.verification.compare import (

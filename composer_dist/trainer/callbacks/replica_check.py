@@ -3,7 +3,7 @@
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.prepared import mesh_of_world, reshard
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.replication.reducer import replica_of
+from composer_dist.distributed.replication.replica import replica_of
 from composer_dist.distributed.verification import replicas
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.structure import read_structure

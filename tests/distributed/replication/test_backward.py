@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 from composer_dist.distributed import clip_grad_norm, no_sync, parallelize_model
 from composer_dist.distributed.replication.apply import ddp_sync_context
-from composer_dist.distributed.replication.reducer import replica_of
+from composer_dist.distributed.replication.replica import replica_of
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit.compare import alike, close, fails, same_parameters, values
 from tests.kit.meshes import ddp, mine

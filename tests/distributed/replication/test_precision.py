@@ -72,3 +72,19 @@ def test_outputs_are_cast_and_half_gradients_reduced_in_float32() -> None:
         total = q.grad.float()
         dist.all_reduce(total)
         torch.testing.assert_close(p.grad, (total / 2).bfloat16(), rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_an_interrupted_forward_leaves_no_autocast_behind() -> None:
+    model = M()
+    parallelize_model(model, ddp(), precision="amp_bf16")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = next(iter(model.children())).register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2, 8))
+    assert not torch.is_autocast_enabled("cpu")
+    handle.remove()
+    assert model(torch.ones(2, 8)).dtype is torch.bfloat16
