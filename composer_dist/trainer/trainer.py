@@ -25,6 +25,7 @@ from composer_dist.trainer.arguments import (
     subset_size,
 )
 from composer_dist.trainer.callbacks import Callback, CheckpointSaver, LRMonitor, ProgressBar, SpeedMonitor
+from composer_dist.trainer.callbacks.base import run_all
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.data.randomness import use_deterministic_algorithms
 from composer_dist.trainer.data.sampling import batch_size, check_sampler, placed
@@ -291,8 +292,7 @@ class Trainer:
         """Calls every callback, then every logger."""
         self._event = event
         self._guard.beat(event.section)
-        for callback in self._listeners:
-            callback.run_event(event, self.state, self.logger)
+        run_all(self._listeners, event, self.state, self.logger)
 
     def close(self) -> None:
         """Closes callbacks and loggers, the last one first, and the preparation."""

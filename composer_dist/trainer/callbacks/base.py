@@ -1,6 +1,7 @@
 """The base of all callbacks: one method per event, each doing nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from composer_dist.trainer.clock import Time
@@ -134,6 +135,17 @@ class Callback:
 
     def close(self, state: State, logger: Logger) -> None:
         """The last call, also after an error or Ctrl-C: release resources."""
+
+
+def run_all(callbacks: Sequence[Callback], event: Event, state: State, logger: Logger) -> None:
+    """Calls every callback; at the end of a fit also after an error of one, so that others save the run."""
+    if event is Event.FIT_END:
+        with ExitStack() as ending:
+            for callback in reversed(callbacks):
+                ending.callback(callback.run_event, event, state, logger)
+        return
+    for callback in callbacks:
+        callback.run_event(event, state, logger)
 
 
 class Periodic(Callback):

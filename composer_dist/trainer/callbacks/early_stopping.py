@@ -91,11 +91,14 @@ class EarlyStopping(Callback):
             raise no_such_metric("EarlyStopping", self._monitor, state)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._improvement.state_dict() | {"stopped": self._has_stopped}
+        return self._improvement.state_dict() | {"stopped": self._has_stopped, "monitor": self._monitor}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         state = dict(state)
-        self._was_stopped = state.pop("stopped", False)  # checkpoints of earlier versions have none
+        if (other := state.pop("monitor", self._monitor)) != self._monitor:
+            _log.warning("EarlyStopping of %s starts over: the saved one is of %s.", self._monitor, other)
+            return
+        self._was_stopped = state.pop("stopped", False)  # checkpoints of earlier versions have neither
         self._improvement = Improvement.from_state_dict(state)
 
     def _check(self, state: State) -> None:

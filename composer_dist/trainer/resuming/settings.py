@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,6 +25,8 @@ _log = logging.getLogger("composer_dist")
 Settings = dict[str, str]
 Source = Literal["checkpoint", "config"]
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_STATE_OF = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+"""What optimizers of torch keep for each parameter, from zeros, if an option is set."""
 _PLAIN = (bool, int, float, str, list, tuple, Counter)
 
 
@@ -152,3 +155,9 @@ class Options:
         for index, options in enumerate(self._groups):
             groups[index].update({name: value for name, value in options.items() if name != "lr"})
             rebase(schedulers, self._optimizer, index, options["lr"])
+        for group in groups if type(self._optimizer).__module__.startswith("torch.optim") else ():
+            new = [name for option, name in _STATE_OF.items() if group.get(option)]
+            for state in filter(None, map(self._optimizer.state.get, group["params"])):
+                like = next((one for name, one in state.items() if name != "step"), None)
+                if isinstance(like, Tensor):
+                    state.update({name: torch.zeros_like(like) for name in new if name not in state})

@@ -87,6 +87,20 @@ def test_a_state_of_an_earlier_version_is_loaded() -> None:
     assert stopping.best == 5.0
 
 
+def test_the_state_of_another_metric_is_not_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = (EarlyStopping(f"metrics/eval/{name}") for name in ("one", "two"))
+    second.load_state_dict(first.state_dict() | {"best": 5.0})
+    assert second.best is None
+    assert "metrics/eval/two starts over: the saved one is of metrics/eval/one" in caplog.text
+
+
+def test_a_run_is_saved_before_the_error_that_nothing_was_logged(tmp_path: Path) -> None:
+    callbacks = [EarlyStopping("metrics/eval/size"), CheckpointSaver(tmp_path, "100ba")]
+    with pytest.raises(ParallelismKeyError, match="no metric 'metrics/eval/size'"):
+        fitted(callbacks=callbacks, max_duration="3ba")
+    assert (tmp_path / "ep1-ba3").is_dir()
+
+
 def test_what_is_not_logged_is_an_error() -> None:
     for name in ("metrics/eval/accuracy", "metrics/evl/score", "size"):
         with pytest.raises(ParallelismKeyError, match=f"no metric '{name}'.*loss/train/total"):

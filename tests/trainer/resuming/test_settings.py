@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 from composer_dist.checkpoint import load_checkpoint, save_checkpoint
@@ -24,7 +24,8 @@ pytestmark = pytest.mark.promise(106)
 
 def trainer(folder: Path, kind: Any = AdamW, **options: Any) -> Trainer:
     """One that takes `lr` and the like for the optimizer."""
-    own = {name: options.pop(name) for name in ("lr", "weight_decay", "betas") if name in options}
+    names = ("lr", "weight_decay", "betas", "amsgrad", "momentum", "centered")
+    own = {name: options.pop(name) for name in names if name in options}
     options = {"max_duration": "9ba", "train_dataloader": loader()} | options
     saver = CheckpointSaver(folder, "1ba", asynchronous=False)
     made, _ = quiet(optimizers=lambda model: kind(model.parameters(), **own), callbacks=saver, **options)
@@ -87,6 +88,22 @@ def test_the_optimizers_options_are_the_configs_if_it_asks(
     assert (rate(two), two.state.optimizers[0].param_groups[0]["weight_decay"]) == (0.2, 0.5)
     moments = [next(iter(one.state.optimizers[0].state.values()))["exp_avg"] for one in (first, two)]
     assert moments[0].equal(moments[1])  # the state is the checkpoint's
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"), [(AdamW, {"amsgrad": True}), (RMSprop, {"momentum": 0.9, "centered": True})]
+)
+def test_an_option_that_needs_more_state_begins_with_zeros(
+    tmp_path: Path, kind: Any, option: dict[str, Any]
+) -> None:
+    begun(tmp_path, kind=kind)
+    found = trainer(tmp_path, kind, **option, resume=Resume(autoresume=True, optimizer="config"))
+    state = next(iter(found.state.optimizers[0].state.values()))
+    kept = {"max_exp_avg_sq", "momentum_buffer", "grad_avg"} & state.keys()
+    assert len(kept) == len(option)
+    assert not any(state[name].any() for name in kept)
+    found.fit(duration="1ba")
+    assert all(state[name].any() for name in kept)
 
 
 @pytest.mark.parametrize("kind", [StepLR, CosineAnnealingWithWarmupScheduler])
