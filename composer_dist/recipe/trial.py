@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_dist import ComposerModel
+from composer_dist import ComposerModel, HuggingFaceModel
 from composer_dist.distributed import meta_init
+from composer_dist.distributed.prepared import mesh_of
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.precision import Precision, autocast
 from composer_dist.recipe.other_libraries.failures import blaming
@@ -100,6 +101,41 @@ def _step(model: ComposerModel, kind: Any, arguments: Mapping[str, Any], cast: A
     if kind.__module__.startswith("torch.optim."):  # the user's own may need all ranks
         with _named("optimizer's step"):
             kind([one for one in model.parameters() if one.requires_grad], **arguments).step()
+
+
+def check_packing(model: HuggingFaceModel, tokenizer: Any, rows: int, device: torch.device) -> None:
+    """Refuses a model in which the documents of one sample see each other; every rank calls it.
+
+    Such as one whose attention takes no `position_ids`, or whose layers have a state.
+
+    Args:
+        model: prepared; it stays as it is.
+        rows: samples of a rank's batch: some kernels separate documents in a batch of one only.
+
+    Raises:
+        ParallelismValueError: on every rank.
+    """
+    mesh = mesh_of(model)
+    if mesh is not None and mesh.sizes.get("cp", 1) > 1:  # each rank's model gets a part of a sample there
+        return
+    tokens = torch.tensor(
+        tokenizer("Pack my box with five dozen jugs.", add_special_tokens=False)["input_ids"]
+    )
+    first = tokens.repeat(-(-_LOOKED_AT // len(tokens)))[:_LOOKED_AT]
+    positions = torch.arange(_LOOKED_AT, device=device).repeat(2).expand(rows, -1)
+    seen = []
+    with evaluating(model):
+        for before in (first, first.flip(0), first):
+            document = torch.cat([before, first]).to(device).expand(rows, -1)
+            outputs = model({"input_ids": document, "position_ids": positions})
+            seen.append(outputs["logits"][0, _LOOKED_AT:].float())
+    noise = (seen[2] - seen[0]).abs().max()  # of kernels that add in another order each time
+    if (seen[1] - seen[0]).abs().max() > 4 * noise:
+        raise ParallelismValueError(
+            "data.packing: rows that are packed into one sample would see each other, because a model of "
+            f"type {model.config.model_type} does not separate them by their position_ids. Set "
+            "data.packing: false."
+        )
 
 
 @contextmanager

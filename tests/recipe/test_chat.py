@@ -1,6 +1,7 @@
 """A chat model from a YAML file: trained on several processes, exported, and asked in its template."""
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,16 @@ import pytest
 import torch
 
 from composer_dist.errors import ParallelismError, ParallelismValueError
+from composer_dist.recipe.build import build
 from composer_dist.recipe.data import datasets, loader
 from composer_dist.recipe.read import read_configuration
 from composer_dist.recipe.schema import RowData
 from composer_dist.recipe.sources.rows import read
 from composer_dist.recipe.tokenizer import byte_tokenizer
+from tests.kit.compare import fails
 from tests.kit.grids import slow
 from tests.kit.scripts.recipes import exported, trained
-from tests.kit.world import World
+from tests.kit.world import World, on_ranks
 
 pytestmark = pytest.mark.promise(124)
 hf = pytest.importorskip("datasets", reason="an extra")
@@ -102,6 +105,25 @@ def test_rows_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
         read([f"{tmp_path}/rows.parquet", f"{tmp_path}/rows.txt"])
     with pytest.raises(ParallelismValueError, match="No file matches"):
         read(f"{tmp_path}/*.none")
+
+
+MIXING = {
+    "opt": "hidden_size: 32, word_embed_proj_dim: 32, num_hidden_layers: 2, num_attention_heads: 2",
+    "bloom": "hidden_size: 32, n_layer: 2, n_head: 2",
+    "mamba": "hidden_size: 32, num_hidden_layers: 2",
+}
+"""OPT's attention ignores `position_ids`, BLOOM takes none, and Mamba's layers have a state."""
+
+
+@pytest.mark.parametrize("kind", MIXING)
+@on_ranks(2)
+def test_packing_is_refused_where_rows_would_see_each_other(kind: str) -> None:
+    config = f"model.config={{model_type: {kind}, vocab_size: 512, {MIXING[kind]}}}"
+    with tempfile.TemporaryDirectory() as folder:
+        options = [config, f"data.source={ROWS}", f"out={folder}", "trainer.max_duration=1ba"]
+        with fails(ParallelismValueError, f"model of type {kind} does not separate", "data.packing: false"):
+            build(read_configuration(EXAMPLE / "chat.yaml", options))
+        build(read_configuration(EXAMPLE / "chat.yaml", [*options, "data.packing=false"])).trainer.close()
 
 
 def test_rows_are_held_out_and_padded(tmp_path: Path) -> None:
