@@ -25,7 +25,8 @@ from composer_dist.trainer.step import total_loss
 _LARGEST = 5_000_000
 """Parameters of a model that is tried; a step of a larger one takes long."""
 _LOOKED_AT = 32
-_NO_GROUP = "Default process group has not been initialized"
+_UNTRIED = "Default process group has not been initialized", "meta tensor"
+"""What an error says of a model that needs other ranks, or that keeps tensors beside its buffers on meta."""
 _REMEDIES = {
     r"Target \d+ is out of bounds": "a label needs more classes than the model has; set num_labels in "
     "model.config, or the number of your module's outputs",
@@ -81,7 +82,7 @@ def try_step(
     try:
         _step(model, kind, arguments, autocast(precision, torch.device("cpu")), batch)
     except ParallelismError as error:
-        if _NO_GROUP not in str(error):
+        if not any(text in str(error) for text in _UNTRIED):
             raise
     finally:
         set_host_states(states)

@@ -51,6 +51,14 @@ def test_a_dry_run_prints_the_plan_for_any_number_of_ranks_and_starts_none(tmp_p
     assert not out.exists()
 
 
+def test_a_dry_run_of_an_adapter_that_keeps_tensors_on_meta(tmp_path: Path) -> None:
+    """The tokens of peft's prompts are no buffer, so a copy of the model cannot take a step."""
+    adapter = "model.adapter={method: p_tuning, num_virtual_tokens: 4}"
+    status, printed, told = call(PRESETS / "lora.yaml", "--dry-run", adapter, f"out={tmp_path}/out")
+    assert status == 0, told
+    assert "of which 111,936 train" in printed
+
+
 @pytest.mark.promise(102)
 def test_a_dry_run_with_a_strategy_by_name() -> None:
     _, printed, _ = call(PRESETS / "vision.yaml", "--dry-run", "-n", 4, "parallelism=ddp_spawn")
@@ -63,8 +71,11 @@ def test_a_dry_run_with_a_strategy_by_name() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["-n", 2, "data.batch_size=1"], "global_batch_size=1 leaves some of the 2 data-parallel ranks"),
-        (["-n", 64], "global_batch_size=32 leaves some of the 64 data-parallel ranks"),
+        (
+            ["-n", 2, "data.batch_size=1"],
+            "global_batch_size=1 (in YAML data.batch_size) leaves some of the 2",
+        ),
+        (["-n", 64], "global_batch_size=32 (in YAML data.batch_size) leaves some of the 64"),
         (["-n", 2, "parallelism=null"], "2 ranks need parallelism: set it to fsdp"),
         (["callbacks={generate: {prompts: []}}"], "Generate needs at least one prompt"),
         (["trainer.max_duration=0ba"], "max_duration"),

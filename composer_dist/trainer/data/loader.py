@@ -220,8 +220,8 @@ class DistributedDataLoader:
     def _place(self, num_replicas: int, rank: int) -> None:
         if self._size < num_replicas and self.global_batch_size:
             raise ParallelismValueError(
-                f"global_batch_size={self.global_batch_size} leaves some of the {num_replicas} data-parallel "
-                "ranks without samples; it must be at least the number of ranks."
+                f"global_batch_size={self.global_batch_size} (in YAML data.batch_size) leaves some of "
+                f"the {num_replicas} data-parallel ranks without samples; it must be at least their number."
             )
         self.num_replicas, self.rank, self._loader = num_replicas, rank, None
 

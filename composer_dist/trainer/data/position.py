@@ -6,8 +6,11 @@ read again, with the generators as they were when the pass began, so that a samp
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Any
+
+import torch
 
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismValueError
@@ -33,7 +36,7 @@ class Reading:
         self._dataloader: Any = dataloader
         self._kind = _kind(dataloader)
         self._generators = {} if self._kind == _ANY_WORLD else host_states()
-        self._began: dict[str, Any] = to_plain(self._generators) if self._kind == _COUNTED else {}
+        self._began: dict[str, Any] = {}
         self.batches = 0
         """Batches of this rank, including those before `place`."""
         self.skipped: Any = None
@@ -45,6 +48,8 @@ class Reading:
             if place is not None:
                 with set_aside():
                     self._end_again(place)
+            if self._kind == _COUNTED:
+                self._began = to_plain(self._generators) | {_OWN: _own_states(dataloader)}
             self._iterator = iter(dataloader)
         else:
             with set_aside():
@@ -102,15 +107,26 @@ class Reading:
 
         Every rank asks.
         """
-        if self._kind != _ITS_OWN or hasattr(self._dataloader, "set_epoch"):
+        if self._kind == _COUNTED and not self._ended and _own_generators(self._dataloader):
+            with set_aside(), suppress(Exception):  # a sampler may draw once more when it finds the end
+                next(self._iterator, None)
+        own = _own_states(self._dataloader) if self._kind == _COUNTED else []
+        if not own and (self._kind != _ITS_OWN or hasattr(self._dataloader, "set_epoch")):
             return None
+        if own:
+            self._state = self._began = self._began | {_OWN: own}
         return self.place_of_all(False) | {"over": True}
 
     def _end_again(self, place: Mapping[str, Any]) -> None:
         """Ends the pass of `end_of_all` again, if this is such a dataloader on as many ranks."""
         world, rank = process_group.world_and_rank()
-        if place["kind"] == self._kind and len(place["ranks"]) == world:
-            self._dataloader.load_state_dict(place["ranks"][rank]["state"])
+        if place["kind"] != self._kind or len(place["ranks"]) != world:
+            return
+        state = place["ranks"][rank]["state"]
+        if self._kind == _COUNTED:
+            _set_own(self._dataloader, state[_OWN])
+        else:
+            self._dataloader.load_state_dict(state)
             next(iter(self._dataloader), None)
 
     def _present_state(self) -> Any:
@@ -133,6 +149,7 @@ class Reading:
             return
         self._began = state
         set_host_states(from_plain(state))
+        _set_own(self._dataloader, state.get(_OWN, []))  # checkpoints of earlier versions have none
         self._iterator = iter(self._dataloader)
         found = 0
         for batch in islice(self._iterator, self.batches):
@@ -148,6 +165,27 @@ _REMEDY = (
     "Restore the data, or restart the epoch with load_ignore_keys=['data'] (in YAML "
     "resume.load_ignore_keys); a DistributedDataLoader resumes on any number of ranks."
 )
+
+
+_OWN = "own"
+"""The key of the states of a dataloader's generators among those of the host's."""
+
+
+def _own_states(dataloader: Any) -> list[torch.Tensor]:
+    """The states of the generators that were given to a dataloader or to its samplers."""
+    return [generator.get_state() for generator in _own_generators(dataloader)]
+
+
+def _set_own(dataloader: Any, states: Iterable[torch.Tensor]) -> None:
+    for generator, state in zip(_own_generators(dataloader), states, strict=False):
+        generator.set_state(state.cpu())
+
+
+def _own_generators(dataloader: Any) -> list[torch.Generator]:
+    batches = getattr(dataloader, "batch_sampler", None)
+    holders = dataloader, getattr(dataloader, "sampler", None), batches, getattr(batches, "sampler", None)
+    found = (getattr(holder, "generator", None) for holder in holders)
+    return [*{id(one): one for one in found if isinstance(one, torch.Generator)}.values()]
 
 
 def check_position(dataloader: Any, place: Mapping[str, Any]) -> None:

@@ -309,12 +309,17 @@ def shuffled_torchdata() -> Any:
     return StatefulDataLoader(points(14), 2, shuffle=True)
 
 
-def orders(*durations: str, subset: int | None = None) -> list[list[float]]:
+def shuffled() -> Any:
+    torch.manual_seed(5)
+    return DataLoader(points(14), 2, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+def orders(make: Any, *durations: str, subset: int | None = None) -> list[list[float]]:
     """The batches of a run that is resumed after each duration."""
     seen, note = seen_at("batch_end", lambda state: state.batch[0][:, 0].tolist())
     saved = None
     for duration in durations:
-        one, _ = trainer(shuffled_torchdata(), note, train_subset_num_batches=subset)
+        one, _ = trainer(make(), note, train_subset_num_batches=subset)
         if saved:
             one.load_state_dict(saved)
         one.fit(duration=duration)
@@ -325,11 +330,13 @@ def orders(*durations: str, subset: int | None = None) -> list[list[float]]:
 @pytest.mark.promise(100)
 @pytest.mark.filterwarnings("ignore:'set_vital'")
 @pytest.mark.parametrize("subset", [None, 3])
-def test_an_order_that_a_dataloader_keeps_continues_in_the_next_epoch(subset: int | None) -> None:
-    expected = orders("3ep", subset=subset)
-    assert orders("1ep", "1ep", "1ep", subset=subset) == expected
+@pytest.mark.parametrize("make", [shuffled_torchdata, shuffled])
+def test_an_order_that_a_dataloader_keeps_continues_in_the_next_epoch(make: Any, subset: int | None) -> None:
+    expected = orders(make, "3ep", subset=subset)
+    assert orders(make, "1ep", "1ep", "1ep", subset=subset) == expected
     epoch = subset or 7
-    assert orders(f"{epoch - 1}ba", "1ba", f"{2 * epoch}ba", subset=subset) == expected
+    assert orders(make, f"{epoch - 1}ba", "1ba", f"{2 * epoch}ba", subset=subset) == expected
+    assert orders(make, f"{epoch}ba", "2ba", f"{2 * epoch - 2}ba", subset=subset) == expected
     assert sorted(expected[:epoch]) != sorted(expected[epoch : 2 * epoch])
 
 
