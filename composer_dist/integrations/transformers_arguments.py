@@ -12,7 +12,7 @@ import transformers
 import yaml
 
 from composer_dist.distributed import ParallelPlan
-from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
 OVERRIDDEN = (
     *("_clip_grad_norm", "_defer_fsdp_gradient_reduction", "_get_dataloader", "_get_grad_norm"),
@@ -55,11 +55,19 @@ class ParallelArguments:
 
 
 def read_parallelism(wanted: Any) -> Any:
-    """A configuration from a YAML or JSON file, or from JSON on the command line; others unchanged."""
-    if isinstance(wanted, str) and wanted.lstrip().startswith("{"):
-        return yaml.safe_load(wanted)
-    if isinstance(wanted, (str, PathLike)) and Path(wanted).suffix in (".yaml", ".yml", ".json"):
-        return yaml.safe_load(Path(wanted).read_text())
+    """A configuration from a YAML or JSON file, or from JSON on the command line; others unchanged.
+
+    Raises:
+        ParallelismValueError: it cannot be read.
+    """
+    try:
+        if isinstance(wanted, str) and wanted.lstrip().startswith("{"):
+            return yaml.safe_load(wanted)
+        if isinstance(wanted, (str, PathLike)) and Path(wanted).suffix in (".yaml", ".yml", ".json"):
+            return yaml.safe_load(Path(wanted).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ParallelismValueError(f"parallelism={str(wanted)!r} cannot be read: {why}.") from error
     return wanted
 
 

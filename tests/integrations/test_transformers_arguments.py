@@ -12,6 +12,7 @@ import yaml
 from torch.distributed.tensor import DTensor
 
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from composer_dist.integrations.transformers_arguments import read_parallelism
 from tests.kit.hf_trainer import made, mixed
 from tests.kit.huggingface import llama
 from tests.kit.worker import forget_accelerate
@@ -193,3 +194,11 @@ def test_trl_has_what_the_mixin_uses() -> None:
     assert ("self.get_tp_size()" in loss) == ("// self._tp_size" in loss)  # TRL 1.0 has neither
     for trainer in (trl.SFTTrainer, trl.DPOTrainer):
         assert "super().training_step(" in inspect.getsource(trainer.training_step)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("fsdp2: {")
+    wrong = {tmp_path / "none.yaml": "No such file", tmp_path / "bad.yaml": "expected", "{fsdp2: [": "line 1"}
+    for wanted, why in wrong.items():
+        with pytest.raises(ParallelismValueError, match=f"parallelism='.*' cannot be read: .*{why}"):
+            read_parallelism(wanted)

@@ -89,7 +89,8 @@ class Reading:
 
     def place(self, last: bool) -> dict[str, Any]:
         """This rank's position: after its last batch, or before it if that is held back (`last`)."""
-        return {"batches": self.batches - last, "state": self._state if last else self._present_state()}
+        state = self._state if last else self._present_state()
+        return {"batches": self.batches - last, "state": state, "batch_size": _size_of(self._dataloader)}
 
     def generators(self, last: bool) -> dict[str, Any]:
         """The host's generators at that position, if reading has moved them."""
@@ -147,6 +148,12 @@ class Reading:
         if self._kind != _COUNTED:
             self._continue_at(state)
             return
+        size = _size_of(self._dataloader)
+        if self.batches and (saved := place.get("batch_size", size)) != size:  # earlier versions saved none
+            raise ParallelismValueError(
+                f"The {type(self._dataloader).__name__}'s batch_size is {size}, but it was {saved} when the "
+                f"checkpoint was saved, whose position counts batches. {_REMEDY}"
+            )
         self._began = state
         set_host_states(from_plain(state))
         _set_own(self._dataloader, state.get(_OWN, []))  # checkpoints of earlier versions have none
@@ -165,6 +172,12 @@ _REMEDY = (
     "Restore the data, or restart the epoch with load_ignore_keys=['data'] (in YAML "
     "resume.load_ignore_keys); a DistributedDataLoader resumes on any number of ranks."
 )
+
+
+def _size_of(dataloader: Any) -> int | None:
+    """The samples of a batch, of a dataloader that says it as torch's does."""
+    size = getattr(dataloader, "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 _OWN = "own"

@@ -250,6 +250,17 @@ def test_a_place_before_the_last_batch() -> None:
     assert [next(Reading(range(5), place)) for place in (before, after)] == [1, 2]
 
 
+def test_batches_of_another_size_have_another_position() -> None:
+    reading = Reading(DataLoader(points(14), 2))
+    next(reading)
+    place, other = reading.place_of_all(False), DataLoader(points(14), 3)
+    with fails(ParallelismValueError, "DataLoader's batch_size is 3, but it was 2", "load_ignore_keys"):
+        Reading(other, place)
+    Reading(other, Reading(DataLoader(points(14), 2)).place_of_all(False))  # nothing has been read
+    old = {**place, "ranks": [{"batches": 1, "state": place["ranks"][0]["state"]}]}
+    assert Reading(other, old).batches == 1
+
+
 def test_generators_continue() -> None:
     def draw() -> list[float]:
         return [random.random(), np.random.rand(), np.random.randn(), float(torch.rand(())), random.gauss()]
