@@ -149,7 +149,13 @@ class TrainingLoop:
                 if feed.ended and feed.alarmed:
                     state.raise_alarm()  # no batch is left to answer it; the next epoch's first one does
                 break
-            self._batch(fed, feed)
+            before = state.timestamp
+            try:
+                self._batch(fed, feed)
+            except KeyboardInterrupt:
+                if state.timestamp == before:  # the next fit trains the batch
+                    feed.take_back(fed)
+                raise
         # A fit may end on the last batch, before the feed has been asked for one more.
         if feed.ended or state.timestamp.batch_in_epoch == feed.length:
             self._end_epoch(feed)

@@ -234,12 +234,15 @@ class Interrupted(Callback):
 
 def test_ctrl_c_closes_callbacks_and_leaves_a_trainer_that_can_continue() -> None:
     callback = Interrupted()
-    trainer, log = quiet(callbacks=callback, train_dataloader=loader())
+    seen, note = seen_at("batch_end", lambda state: state.batch[0].tolist())
+    trainer, log = quiet(callbacks=[callback, note], train_dataloader=(data := loader()))
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(duration="1ep")
     assert callback.closed == 1
     trainer.fit(duration="1ba")
     assert [time.batch for time, _ in log.data["loss/train/total"]] == [1, 2]
+    trainer.fit(duration=f"{len(data) - 2}ba")
+    assert seen == [inputs.tolist() for inputs, _ in data]  # the second one too, and each once
     with quiet(callbacks=(callback := Interrupted()))[0]:
         assert callback.closed == 0
     assert callback.closed == 1  # by leaving the context

@@ -120,6 +120,10 @@ class Feed:
         fed, self._held = self._held, None
         return fed
 
+    def take_back(self, fed: Fed) -> None:
+        """Return this batch again at the next `next`."""
+        self._held = fed
+
     def place(self) -> dict[str, Any]:
         """Where the next batch is, for another process to start there; every rank asks."""
         return self._reading.place_of_all(self._holds)
