@@ -108,15 +108,16 @@ class Reading:
 
         Every rank asks.
         """
-        if self._kind == _COUNTED and not self._ended and _own_generators(self._dataloader):
-            with set_aside(), suppress(Exception):  # a sampler may draw once more when it finds the end
-                next(self._iterator, None)
-        own = _own_states(self._dataloader) if self._kind == _COUNTED else []
-        if not own and (self._kind != _ITS_OWN or hasattr(self._dataloader, "set_epoch")):
+        if self._kind == _ANY_WORLD or (self._kind == _ITS_OWN and hasattr(self._dataloader, "set_epoch")):
             return None
-        if own:
-            self._state = self._began = self._began | {_OWN: own}
-        return self.place_of_all(False) | {"over": True}
+        if self._kind == _COUNTED:
+            if not self._ended and _own_generators(self._dataloader):
+                with set_aside(), suppress(Exception):  # a sampler may draw once more when it finds the end
+                    next(self._iterator, None)
+            self._state = self._began = self._began | {_OWN: _own_states(self._dataloader)}
+        place = self.place_of_all(False)
+        depends = self._kind == _ITS_OWN or any(rank["state"][_OWN] for rank in place["ranks"])
+        return place | {"over": True} if depends else None
 
     def _end_again(self, place: Mapping[str, Any]) -> None:
         """Ends the pass of `end_of_all` again, if this is such a dataloader on as many ranks."""
