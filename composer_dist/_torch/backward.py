@@ -45,7 +45,8 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-_grad_calls: list[None] = []
+_running: list[bool] = []
+"""Of each backward that runs in the process, whether `torch.autograd.grad` has called it."""
 _leaves: list[Callable[[torch.Tensor], torch.Tensor]] = []
 _starts: list[Callable[[], None]] = []
 _explanations: list[Callable[[RuntimeError], str | None]] = []
@@ -79,7 +80,7 @@ def explain_in_backward(explain: Callable[[RuntimeError], str | None]) -> None:
 
 
 def after_failed_backward(owner: Owner, callback: Callable[[Owner], None]) -> None:
-    """Run `callback(owner)` after every backward of the process that raises, while there is the owner."""
+    """Run `callback(owner)` after a backward of the process that raises while no other one runs."""
     _failures[owner] = callback
     _watch_backward()
 
@@ -95,19 +96,20 @@ def _watch_backward() -> None:
                 callback()
         for leaf_of in _leaves if len(args) > 4 else ():
             args = (*args[:4], tuple(map(leaf_of, args[4])), *args[5:])
-        calls = [None] * (not kwargs.get("accumulate_grad", True))
+        is_grad = not kwargs.get("accumulate_grad", True)
+        _running.append(is_grad)
         try:
-            _grad_calls.extend(calls)
             return run(*args, **kwargs)
         except BaseException as error:
-            for owner, forget in list(_failures.items()) if current_backward() == -1 else ():
+            # One around this one raises too; one in another thread may be about to end well.
+            for owner, forget in list(_failures.items()) if len(_running) == 1 else ():
                 forget(owner)
             if isinstance(error, RuntimeError):
                 for message in filter(None, (explain(error) for explain in _explanations)):
                     raise ParallelismRuntimeError(message) from error
             raise
         finally:
-            del _grad_calls[: len(calls)]
+            _running.remove(is_grad)
 
     # torch.compiler, which replaces both for a while, restores the first one under both names.
     torch.autograd.graph._engine_run_backward = watched
@@ -116,7 +118,7 @@ def _watch_backward() -> None:
 
 def is_calling_grad() -> bool:
     """Whether a `torch.autograd.grad` runs in the process; in processes with `explain_in_backward`."""
-    return bool(_grad_calls)
+    return any(_running)
 
 
 def is_transforming() -> bool:
