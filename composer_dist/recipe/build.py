@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from composer_dist import ComposerModel, HuggingFaceModel, Trainer
+from composer_dist import ComposerModel, Trainer
 from composer_dist.checkpoint import latest_checkpoint
 from composer_dist.config.yaml import KeyPath
 from composer_dist.distributed import meta_init, process_group
@@ -25,10 +25,10 @@ from composer_dist.recipe.other_libraries.failures import blaming, check_wandb
 from composer_dist.recipe.output.summary import RunSummary
 from composer_dist.recipe.problems import Problems
 from composer_dist.recipe.read import Configuration
-from composer_dist.recipe.schema import ChatData, HubModel, Run
+from composer_dist.recipe.schema import HubModel, Run
 from composer_dist.recipe.signature import known_names
 from composer_dist.recipe.tokenizer import tokenizer_named
-from composer_dist.recipe.trial import check_packing, samples_to_try, try_step
+from composer_dist.recipe.trial import samples_to_try, try_step
 from composer_dist.trainer import (
     CheckpointSaver,
     FineTuningPhases,
@@ -108,9 +108,6 @@ def build(configuration: Configuration) -> Session:
         )
         if trainer.resumed_from is not None:
             check_total(trainer.state, run)
-    if isinstance(model, HuggingFaceModel) and isinstance(run.data, ChatData) and run.data.packing:
-        share = run.data.batch_size // process_group.world_and_rank()[0]
-        check_packing(model, tokenizer, max(min(share, 2), 1), trainer.state.device)
     return Session(run, model, trainer, summary)
 
 

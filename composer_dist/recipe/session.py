@@ -17,14 +17,15 @@ from composer_dist.distributed import (
 )
 from composer_dist.errors import ParallelismValueError
 from composer_dist.files.checked import CheckedFile, LocalSink
-from composer_dist.models import ComposerClassifier
+from composer_dist.models import ComposerClassifier, HuggingFaceModel
 from composer_dist.recipe.build import Session, batches, build, epoch_of, optimizer_of, tokenizer_of
 from composer_dist.recipe.data import datasets, loader
 from composer_dist.recipe.models import build_model
 from composer_dist.recipe.output.folder import run_folder
 from composer_dist.recipe.problems import blamed_on
 from composer_dist.recipe.read import Configuration
-from composer_dist.recipe.schema import ModuleModel
+from composer_dist.recipe.schema import ChatData, ModuleModel
+from composer_dist.recipe.trial import PackingError, check_packing
 from composer_dist.trainer import EMA, Time
 from composer_dist.trainer.arguments import hang_limits
 from composer_dist.trainer.clock import NoTokensError
@@ -44,7 +45,7 @@ def run(configuration: Configuration) -> None:
             process_group.init(device=configuration.run.trainer.get("device"), reuse=True)
             stack.enter_context(run_folder(configuration))
             session = build(configuration)
-        with blamed_on(configuration.document, (NoMetricError, NoTokensError, OtherDataError)):
+        with blamed_on(configuration.document, (NoMetricError, NoTokensError, OtherDataError, PackingError)):
             _run(session)
     process_group.destroy()
 
@@ -97,6 +98,9 @@ def _run(session: Session) -> None:
                 "trainer.max_duration to continue, or set another `out` to start over."
             )
         else:
+            data = session.run.data
+            if isinstance(session.model, HuggingFaceModel) and isinstance(data, ChatData) and data.packing:
+                check_packing(session.model, trainer.state, data)
             _say(_steps(session))
             trainer.fit()
         limits = hang_limits(session.run.trainer.get("hang_timeout"))

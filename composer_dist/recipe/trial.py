@@ -5,21 +5,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from composer_dist import ComposerModel, HuggingFaceModel
-from composer_dist.distributed import meta_init
+from composer_dist.distributed import meta_init, process_group
 from composer_dist.distributed.prepared import mesh_of
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.precision import Precision, autocast
 from composer_dist.recipe.other_libraries.failures import blaming
+from composer_dist.recipe.schema import ChatData
 
 # Not public: only recipes and the Trainer draw random numbers and compute losses.
 from composer_dist.trainer.data.randomness import host_states, set_host_states
+from composer_dist.trainer.data.sampling import data_part
 from composer_dist.trainer.evaluation import evaluating
+from composer_dist.trainer.state import State
 from composer_dist.trainer.step import total_loss
 
 _LARGEST = 5_000_000
@@ -104,38 +107,49 @@ def _step(model: ComposerModel, kind: Any, arguments: Mapping[str, Any], cast: A
             kind([one for one in model.parameters() if one.requires_grad], **arguments).step()
 
 
-def check_packing(model: HuggingFaceModel, tokenizer: Any, rows: int, device: torch.device) -> None:
+class PackingError(ParallelismValueError):
+    """A model in which the documents of one sample would see each other."""
+
+
+def check_packing(model: HuggingFaceModel, state: State, data: ChatData) -> None:
     """Refuses a model in which the documents of one sample see each other; every rank calls it.
 
-    Such as one whose attention takes no `position_ids`, or whose layers have a state.
+    Such as one whose attention takes no `position_ids`, or whose layers have a state. Another first document
+    changes the second one's logits; with positions of two documents it must change them much less.
 
     Args:
-        model: prepared; it stays as it is.
-        rows: samples of a rank's batch: some kernels separate documents in a batch of one only.
+        model: prepared, with a tokenizer; it stays as it is.
+        data: its `batch_size` counts, because some kernels separate documents in a batch of one only.
 
     Raises:
-        ParallelismValueError: on every rank.
+        PackingError: on every rank.
     """
-    mesh = mesh_of(model)
+    mesh, device, tokenizer = mesh_of(model), state.device, cast(Any, model.tokenizer)
     if mesh is not None and mesh.sizes.get("cp", 1) > 1:  # each rank's model gets a part of a sample there
         return
-    tokens = torch.tensor(
-        tokenizer("Pack my box with five dozen jugs.", add_special_tokens=False)["input_ids"]
-    )
-    first = tokens.repeat(-(-_LOOKED_AT // len(tokens)))[:_LOOKED_AT]
-    positions = torch.arange(_LOOKED_AT, device=device).repeat(2).expand(rows, -1)
-    seen = []
-    with evaluating(model):
-        for before in (first, first.flip(0), first):
-            document = torch.cat([before, first]).to(device).expand(rows, -1)
-            outputs = model({"input_ids": document, "position_ids": positions})
-            seen.append(outputs["logits"][0, _LOOKED_AT:].float())
-    noise = (seen[2] - seen[0]).abs().max()  # of kernels that add in another order each time
-    if (seen[1] - seen[0]).abs().max() > 4 * noise:
-        raise ParallelismValueError(
+    rows = 1 if data.batch_size <= data_part(mesh)["num_replicas"] else 2
+    half = min(_LOOKED_AT, data.context // 2)
+    tokens = tokenizer("Pack my box with five dozen jugs.", add_special_tokens=False)["input_ids"]
+    second = torch.tensor(tokens * half)[:half]
+    samples = [torch.cat([first, second]) for first in (second, second.flip(0))]
+    changes = []
+    with evaluating(model), autocast(state.precision, device):
+        for documents in (1, 2):
+            positions = torch.arange(2 * half // documents, device=device).repeat(documents)
+            logits = [
+                model(
+                    {"input_ids": one.to(device).expand(rows, -1), "position_ids": positions.expand(rows, -1)}
+                )
+                for one in samples
+            ]
+            one, other = (outputs["logits"][0, half:].float() for outputs in logits)
+            changes.append((one - other).abs().max())
+    if process_group.any_rank(bool(changes[1] > changes[0] / 5)):  # rounding may change some
+        adapter = next(iter(getattr(model.model, "peft_config", {}).values()), None)
+        raise PackingError(
             "data.packing: rows that are packed into one sample would see each other, because a model of "
-            f"type {model.config.model_type} does not separate them by their position_ids. Set "
-            "data.packing: false."
+            f"type {model.config.model_type}{f' with {adapter.peft_type}' if adapter else ''} does not "
+            "separate them by their position_ids. Set data.packing: false."
         )
 
 

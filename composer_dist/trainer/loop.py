@@ -149,13 +149,7 @@ class TrainingLoop:
                 if feed.ended and feed.alarmed:
                     state.raise_alarm()  # no batch is left to answer it; the next epoch's first one does
                 break
-            before = state.timestamp
-            try:
-                self._batch(fed, feed)
-            except KeyboardInterrupt:
-                if state.timestamp == before:  # the next fit trains the batch
-                    feed.take_back(fed)
-                raise
+            self._batch(fed, feed)
         # A fit may end on the last batch, before the feed has been asked for one more.
         if feed.ended or state.timestamp.batch_in_epoch == feed.length:
             self._end_epoch(feed)
@@ -192,9 +186,14 @@ class TrainingLoop:
         self._run_event(Event.AFTER_DATALOADER)
         self._run_event(Event.BATCH_START)
         options = self._options
-        metrics = train_batch(
-            state, fed, self._run_event, self._microbatches, options.clipping, options.accumulate
-        )
+
+        def run_event(event: Event) -> None:
+            if event is Event.AFTER_TRAIN_BATCH:  # the optimizers step next
+                feed.hold(None)
+            self._run_event(event)
+
+        feed.hold(fed)  # after Ctrl-C the next fit trains it
+        metrics = train_batch(state, fed, run_event, self._microbatches, options.clipping, options.accumulate)
         if options.schedule_batches:
             self._step_schedulers()
         state.timestamp = state.next_timestamp

@@ -1,24 +1,28 @@
 """A chat model from a YAML file: trained on several processes, exported, and asked in its template."""
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from composer_dist import HuggingFaceModel
 from composer_dist.errors import ParallelismError, ParallelismValueError
-from composer_dist.recipe.build import build
+from composer_dist.precision import Precision
 from composer_dist.recipe.data import datasets, loader
 from composer_dist.recipe.read import read_configuration
-from composer_dist.recipe.schema import RowData
+from composer_dist.recipe.schema import ChatData, RowData
+from composer_dist.recipe.session import run
 from composer_dist.recipe.sources.rows import read
 from composer_dist.recipe.tokenizer import byte_tokenizer
+from composer_dist.recipe.trial import check_packing
+from composer_dist.trainer import State
 from tests.kit.compare import fails
 from tests.kit.grids import slow
 from tests.kit.scripts.recipes import exported, trained
-from tests.kit.world import World, on_ranks
+from tests.kit.world import World
 
 pytestmark = pytest.mark.promise(124)
 hf = pytest.importorskip("datasets", reason="an extra")
@@ -115,15 +119,27 @@ MIXING = {
 """OPT's attention ignores `position_ids`, BLOOM takes none, and Mamba's layers have a state."""
 
 
-@pytest.mark.parametrize("kind", MIXING)
-@on_ranks(2)
-def test_packing_is_refused_where_rows_would_see_each_other(kind: str) -> None:
+def refused(folder: Path, kind: str) -> None:
     config = f"model.config={{model_type: {kind}, vocab_size: 512, {MIXING[kind]}}}"
-    with tempfile.TemporaryDirectory() as folder:
-        options = [config, f"data.source={ROWS}", f"out={folder}", "trainer.max_duration=1ba"]
-        with fails(ParallelismValueError, f"model of type {kind} does not separate", "data.packing: false"):
-            build(read_configuration(EXAMPLE / "chat.yaml", options))
-        build(read_configuration(EXAMPLE / "chat.yaml", [*options, "data.packing=false"])).trainer.close()
+    options = [config, f"data.source={ROWS}", f"out={folder}", "trainer.max_duration=1ba"]
+    with fails(ParallelismValueError, f"model of type {kind} does not separate", "data.packing: false"):
+        run(read_configuration(EXAMPLE / "chat.yaml", options))
+
+
+@pytest.mark.parametrize("kind", MIXING)
+def test_packing_is_refused_where_rows_would_see_each_other(kind: str, world2: World, tmp_path: Path) -> None:
+    world2(refused, tmp_path, kind)
+
+
+@pytest.mark.parametrize("kind", ["llama", "granitemoe"])
+def test_rounding_is_not_taken_for_rows_that_see_each_other(kind: str) -> None:
+    """Which tokens an expert gets together depends on the other row, and so does the order of additions."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = CONFIG_MAPPING[kind](vocab_size=512, use_cache=False, **sizes)
+    model = HuggingFaceModel(AutoModelForCausalLM.from_config(config), byte_tokenizer())
+    data = ChatData(kind="chat", source=str(ROWS), context=24)
+    for precision in (None, Precision.AMP_BF16):
+        check_packing(model, State(model=model, precision=precision), data)
 
 
 def test_rows_are_held_out_and_padded(tmp_path: Path) -> None:

@@ -80,11 +80,6 @@ class Reducer(_torch.InPlaceDDP):
         pairs = islice(zip(self.names.values(), self._nodes, strict=True), looked)
         return any(get_gradient_edge(parameter).node is not node for parameter, node in pairs)
 
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether a backward has given gradients, and has not ended; it may have raised."""
-        return self._backward != -1
-
     def before_forward(self) -> None:
         """A forward begins."""
         self._backward = -1  # in case the last one raised

@@ -65,7 +65,6 @@ class Replica:
         after = torch.compiler.disable(self._after_forward)
         self._handles.append(model.register_forward_hook(after, always_call=True))
         prepared.record(model).replica = self
-        _torch.after_failed_backward(self, Replica._renew_after_backward)
 
     @property
     def local_sgd(self) -> LocalSGD | None:
@@ -115,19 +114,15 @@ class Replica:
         if self._ddp is not None and (trainable := self._trainable()):
             self._follow(trainable)
 
-    def _renew_after_backward(self) -> None:
-        if self._ddp is not None and self._ddp.is_in_backward:
-            self.renew()
-
     def end(self) -> None:
         """Remove all hooks; every rank gets rank 0's buffers."""
         for handle in self._handles:
             handle.remove()
-        compute_as_before(self._model)
         if self._ddp is not None:
             self._ddp.broadcast_due()
             self._ddp.release()
         self._ddp = self._hook = None
+        compute_as_before(self._model)
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self._parameters.items() if p.requires_grad}

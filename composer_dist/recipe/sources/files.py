@@ -17,7 +17,7 @@ def files_of(patterns: str | Sequence[str]) -> list[Path]:
     """The files that match or have that name, each once.
 
     Raises:
-        ParallelismValueError: a pattern matches nothing, or only folders.
+        ParallelismValueError: a pattern matches nothing.
     """
     patterns = [patterns] if isinstance(patterns, str) else patterns
     found = {
@@ -30,8 +30,6 @@ def files_of(patterns: str | Sequence[str]) -> list[Path]:
             "data.classes) is 'english' or 'python', which come with Python, or files by name or glob; rows "
             "are files."
         )
-    if folder := next((one for one, files in found.items() if not any(map(os.path.isfile, files))), None):
-        raise ParallelismValueError(f"{folder!r} is a folder; name its files, such as '{folder}/*.txt'.")
     return [Path(file) for file in dict.fromkeys(chain(*found.values())) if Path(file).is_file()]
 
 

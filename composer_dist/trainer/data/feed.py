@@ -120,9 +120,9 @@ class Feed:
         fed, self._held = self._held, None
         return fed
 
-    def take_back(self, fed: Fed) -> None:
-        """Return this batch again at the next `next`."""
-        self._held = fed
+    def hold(self, fed: Fed | None) -> None:
+        """Have one process, whose Ctrl-C no other rank sees elsewhere, get this batch at its next `next`."""
+        self._held = fed if self._world == 1 else None
 
     def place(self) -> dict[str, Any]:
         """Where the next batch is, for another process to start there; every rank asks."""

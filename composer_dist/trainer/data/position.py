@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismValueError
@@ -111,13 +112,15 @@ class Reading:
         if self._kind == _ANY_WORLD or (self._kind == _ITS_OWN and hasattr(self._dataloader, "set_epoch")):
             return None
         if self._kind == _COUNTED:
-            if not self._ended and _own_generators(self._dataloader):
+            generators = _own_generators(self._dataloader)
+            if not process_group.any_rank(bool(generators)):
+                return None
+            streams = isinstance(getattr(self._dataloader, "dataset", None), IterableDataset)
+            if not self._ended and generators and not streams:
                 with set_aside(), suppress(Exception):  # a sampler may draw once more when it finds the end
                     next(self._iterator, None)
             self._state = self._began = self._began | {_OWN: _own_states(self._dataloader)}
-        place = self.place_of_all(False)
-        depends = self._kind == _ITS_OWN or any(rank["state"][_OWN] for rank in place["ranks"])
-        return place | {"over": True} if depends else None
+        return self.place_of_all(False) | {"over": True}
 
     def _end_again(self, place: Mapping[str, Any]) -> None:
         """Ends the pass of `end_of_all` again, if this is such a dataloader on as many ranks."""
@@ -152,8 +155,8 @@ class Reading:
         size = _size_of(self._dataloader)
         if self.batches and (saved := place.get("batch_size", size)) != size:  # earlier versions saved none
             raise ParallelismValueError(
-                f"The {type(self._dataloader).__name__}'s batch_size is {size}, but it was {saved} when the "
-                f"checkpoint was saved, whose position counts batches. {_REMEDY}"
+                f"The {type(self._dataloader).__name__}'s batch_size is {size}, but the checkpoint, whose "
+                f"position counts batches, was saved with {saved}. {_REMEDY}"
             )
         self._began = state
         set_host_states(from_plain(state))
@@ -199,7 +202,7 @@ def _own_generators(dataloader: Any) -> list[torch.Generator]:
     batches = getattr(dataloader, "batch_sampler", None)
     holders = dataloader, getattr(dataloader, "sampler", None), batches, getattr(batches, "sampler", None)
     found = (getattr(holder, "generator", None) for holder in holders)
-    return [*{id(one): one for one in found if isinstance(one, torch.Generator)}.values()]
+    return [*dict.fromkeys(one for one in found if isinstance(one, torch.Generator))]
 
 
 def check_position(dataloader: Any, place: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from composer_dist import DDPConfig, FSDP2Config, MeshConfig, ParallelismConfig
+from composer_dist import FSDP2Config, MeshConfig, ParallelismConfig
 from composer_dist.distributed import parallelize_model
 from tests.kit.compare import close, grads
 from tests.kit.meshes import mine
@@ -21,7 +21,6 @@ WAYS = {
     "FSDP2, gathered": {"fsdp2": FSDP2Config(reshard_after_forward=False)},
     "FSDP2, recomputed": {"activation_checkpointing": "composable"},
     "HSDP": {"mesh": MeshConfig(dp_replicate=2, dp_shard=1), "fsdp2": FSDP2Config()},
-    "DDP": {"mesh": MeshConfig(dp_replicate=2, dp_shard=1), "ddp": DDPConfig()},
 }
 
 
@@ -51,3 +50,20 @@ def test_a_backward_that_raised_is_forgotten(way: str, error: type[BaseException
             one(values).square().mean().backward()
     close(grads(model), grads(alone))
     optimizer.step()
+
+
+@on_ranks(2)
+def test_a_backward_that_raised_inside_of_another_leaves_that_one_alone() -> None:
+    alone = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2))
+    model = copy.deepcopy(alone)
+    parallelize_model(model, FSDP2Config())
+
+    def backward_inside(*_: object) -> None:
+        with pytest.raises(RuntimeError, match="does not require grad"), torch.enable_grad():
+            torch.ones(()).backward()
+
+    inputs = torch.randn(4, 4)
+    for one, values in ((model, mine(inputs)), (alone, inputs)):
+        one[1].register_full_backward_hook(backward_inside)
+        one(values).square().mean().backward()
+    close(grads(model), grads(alone))
