@@ -149,7 +149,11 @@ class TrainingLoop:
                 if feed.ended and feed.alarmed:
                     state.raise_alarm()  # no batch is left to answer it; the next epoch's first one does
                 break
-            self._batch(fed, feed)
+            try:
+                self._batch(fed, feed)
+            except Exception:  # which the batch itself may have caused
+                feed.hold(None)
+                raise
         # A fit may end on the last batch, before the feed has been asked for one more.
         if feed.ended or state.timestamp.batch_in_epoch == feed.length:
             self._end_epoch(feed)

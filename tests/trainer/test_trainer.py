@@ -219,30 +219,32 @@ def test_bf16_computes_low_and_keeps_float32_weights() -> None:
 
 
 class Interrupted(Callback):
-    """Ctrl-C in the middle of the second batch; notes what is closed."""
+    """Ctrl-C, or an error, in the middle of the second batch; notes what is closed."""
 
-    def __init__(self) -> None:
-        self.closed = 0
+    def __init__(self, error: type[BaseException] = KeyboardInterrupt) -> None:
+        self.closed, self._error = 0, error
 
     def after_loss(self, state: Any, logger: Any) -> None:
         if state.timestamp.batch == 1 and not self.closed:
-            raise KeyboardInterrupt
+            raise self._error
 
     def close(self, state: Any, logger: Any) -> None:
         self.closed += 1
 
 
-def test_ctrl_c_closes_callbacks_and_leaves_a_trainer_that_can_continue() -> None:
-    callback = Interrupted()
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_error_closes_callbacks_and_leaves_a_trainer_that_can_continue(error: type[BaseException]) -> None:
+    """After Ctrl-C it trains the batch again; after an error, which may be the batch's, the next one."""
+    callback = Interrupted(error)
     seen, note = seen_at("batch_end", lambda state: state.batch[0].tolist())
     trainer, log = quiet(callbacks=[callback, note], train_dataloader=(data := loader()))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         trainer.fit(duration="1ep")
     assert callback.closed == 1
     trainer.fit(duration="1ba")
     assert [time.batch for time, _ in log.data["loss/train/total"]] == [1, 2]
-    trainer.fit(duration=f"{len(data) - 2}ba")
-    assert seen == [inputs.tolist() for inputs, _ in data]  # the second one too, and each once
+    first, second, *_ = [inputs.tolist() for inputs, _ in data]
+    assert (seen[0] == first, seen[1] == second) == (True, error is KeyboardInterrupt)
     with quiet(callbacks=(callback := Interrupted()))[0]:
         assert callback.closed == 0
     assert callback.closed == 1  # by leaving the context
