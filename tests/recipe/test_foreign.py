@@ -77,6 +77,7 @@ def refused(preset: str, *overrides: str) -> str:
             "optimizer 'sgd': Nesterov momentum requires a momentum and zero dampening",
         ),
         ("pretrain", ["data.source=[]"], "The text is empty"),
+        ("pretrain", ["data.source=/"], "data.source: '/' matches only folders"),
         (
             "lora",
             ["model.adapter={method: prompt_tuning, num_virtual_tokens: 3}", "export=merged"],

@@ -45,7 +45,7 @@ def read(source: str | Sequence[str] | Mapping[str, Any]) -> str:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     else:
         files = files_of(source)
-        if not files:
+        if source and not files:
             raise ParallelismValueError(f"data.source: {source!r} matches only folders; name files in them.")
     return "\n\n".join(file.read_text("utf-8", "replace") for file in files)
 
