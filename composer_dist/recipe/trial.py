@@ -128,21 +128,16 @@ def check_packing(model: HuggingFaceModel, state: State, data: ChatData) -> None
     if mesh is not None and mesh.sizes.get("cp", 1) > 1:  # each rank's model gets a part of a sample there
         return
     rows = 1 if data.batch_size <= data_part(mesh)["num_replicas"] else 2
-    half = min(_LOOKED_AT, data.context // 2)
+    half = max(min(_LOOKED_AT, data.context // 2), 1)
     tokens = tokenizer("Pack my box with five dozen jugs.", add_special_tokens=False)["input_ids"]
     second = torch.tensor(tokens * half)[:half]
-    samples = [torch.cat([first, second]) for first in (second, second.flip(0))]
+    samples = [torch.cat([first, second]).to(device) for first in (second, second.flip(0))]
     changes = []
     with evaluating(model), autocast(state.precision, device):
         for documents in (1, 2):
-            positions = torch.arange(2 * half // documents, device=device).repeat(documents)
-            logits = [
-                model(
-                    {"input_ids": one.to(device).expand(rows, -1), "position_ids": positions.expand(rows, -1)}
-                )
-                for one in samples
-            ]
-            one, other = (outputs["logits"][0, half:].float() for outputs in logits)
+            positions = torch.arange(2 * half // documents, device=device).repeat(documents).expand(rows, -1)
+            batches = [{"input_ids": ids.expand(rows, -1), "position_ids": positions} for ids in samples]
+            one, other = (model(batch)["logits"][0, half:].float() for batch in batches)
             changes.append((one - other).abs().max())
     if process_group.any_rank(bool(changes[1] > changes[0] / 5)):  # rounding may change some
         adapter = next(iter(getattr(model.model, "peft_config", {}).values()), None)
