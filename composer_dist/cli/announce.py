@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from composer_dist.config.launched import launched_ranks
 from composer_dist.recipe.source import override, read_document
 
 
@@ -27,7 +28,7 @@ def announcement(config: Path, overrides: list[str], processes: int | None) -> s
         return ""
     duration = trainer.get("max_duration")
     out = os.path.expanduser(str(values.get("out") or f"runs/{config.stem}"))
-    ranks = processes or int(os.environ.get("WORLD_SIZE") or 1)
+    ranks = processes or launched_ranks()
     rows = {
         "out": out,
         "ranks": f"{ranks}" if ranks == 1 or processes else f"{ranks}, from the launcher",

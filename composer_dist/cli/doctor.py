@@ -17,6 +17,7 @@ import typer
 
 from composer_dist.cli.announce import say
 from composer_dist.cli.interrupt import CtrlC
+from composer_dist.config.launched import launched_ranks
 
 if TYPE_CHECKING:
     from composer_dist.cli.self_test import SelfTest
@@ -270,7 +271,7 @@ def _variables() -> Iterator[Finding]:
         yield Finding(
             "CUDA_LAUNCH_BLOCKING", "set", "warning", "Every kernel waits for the previous one: unset it."
         )
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1 and not os.environ.get("MASTER_ADDR"):
+    if launched_ranks() > 1 and not os.environ.get("MASTER_ADDR"):
         yield Finding("launcher", "WORLD_SIZE is set but MASTER_ADDR is not", "fault", "Start with torchrun.")
 
 

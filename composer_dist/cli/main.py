@@ -5,6 +5,7 @@ Ctrl-C while it and the commands are imported ends the process without a traceba
 
 import os
 import signal
+import sys
 
 _before = signal.getsignal(signal.SIGINT)
 if _before is signal.default_int_handler:
@@ -17,6 +18,7 @@ def main() -> None:
 
     from composer_dist.cli.commands import app
 
+    sys.path.append("")  # modules in the working directory, as of `python -m`; last, so that they hide nothing
     command = get_command(app)
     signal.signal(signal.SIGINT, _before)
     command(prog_name="composer-dist")

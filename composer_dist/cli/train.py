@@ -14,6 +14,7 @@ import typer
 from composer_dist.cli import failures
 from composer_dist.cli.announce import announcement, say
 from composer_dist.cli.interrupt import EXIT_STATUS, CtrlC
+from composer_dist.config.launched import launched_ranks
 from composer_dist.errors import ParallelismError
 from composer_dist.users_code import users_frames
 
@@ -157,7 +158,7 @@ def _plan(config: Path, overrides: list[str], processes: int | None) -> str:
     from composer_dist.recipe.problems import blamed_on
     from composer_dist.recipe.read import read_configuration
 
-    world = processes or int(os.environ.get("WORLD_SIZE") or 1)
+    world = processes or launched_ranks()
     configuration = read_configuration(config, overrides)
     with blamed_on(configuration.document):
         return describe(configuration, world)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from composer_dist.config.base import FromDict
+from composer_dist.config.launched import launched_ranks
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 
 
@@ -120,7 +121,7 @@ def launched_per_host() -> int:
         ParallelismValueError: there are several ranks, and the launcher has not set their number per host, or
             it does not divide the world size.
     """
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+    world = dist.get_world_size() if dist.is_initialized() else launched_ranks()
     if world == 1:
         return 1
     value = per_host()

@@ -155,7 +155,8 @@ def scheduler_of(
         return [kind(**arguments)]
     for name in named.WHOLE_RUN.intersection(known_names(kind)).difference(arguments):
         arguments[name] = batches(run.trainer.get("max_duration"), epoch)
-    with blaming(f"scheduler {run.scheduler.name!r}"):
+    given = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    with blaming(f"scheduler {run.scheduler.name!r}{given and f' with {given}'}"):
         made = kind(optimizer, **arguments)
     last = getattr(made, "total_steps", None)
     if last is not None and (steps := batches(run.trainer.get("max_duration"), epoch)) > last:

@@ -32,7 +32,7 @@ def resolve(reference: str, folder: Path) -> Any:
             f"{reference!r} is not a reference: expected package.module.Name, or file.py:Name "
             "for a file beside the configuration."
         )
-    module = _load(folder / where) if where.endswith(".py") else _import(where)
+    module = _load(folder / where) if where.endswith(".py") else _import(where, folder)
     if not hasattr(module, name):
         raise ParallelismValueError(f"{where} has no {name!r}.{near_miss(name, vars(module))}")
     return getattr(module, name)
@@ -58,13 +58,15 @@ def _load(file: Path) -> ModuleType:
     return module
 
 
-def _import(name: str) -> ModuleType:
+def _import(name: str, folder: Path) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
         if is_of_users_code(error):
             raise
-        raise ParallelismValueError(f"{name} cannot be imported: {error}{_line(error)}.") from error
+        file = Path(*name.split(".")).with_suffix(".py")
+        beside = f" Write {file}:... for the file in {folder}." if (folder / file).is_file() else ""
+        raise ParallelismValueError(f"{name} cannot be imported: {error}{_line(error)}.{beside}") from error
 
 
 def _line(error: BaseException) -> str:

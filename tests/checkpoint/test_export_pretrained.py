@@ -115,6 +115,7 @@ def test_weights_are_stored_in_the_dtype_asked_for(world2: World, tmp_path: Path
 @pytest.mark.parametrize(("first", "second"), [("5GB", "4KB"), ("4KB", "5GB")])
 def test_a_plain_model_over_an_earlier_export(tmp_path: Path, first: str, second: str) -> None:
     (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / ".export-killed").mkdir()
     export("tied", tmp_path, False, first)
     export("llama", tmp_path, False, second)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -122,6 +123,13 @@ def test_a_plain_model_over_an_earlier_export(tmp_path: Path, first: str, second
     assert ("model.safetensors" in files(tmp_path)) == (second == "5GB")
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert not [name for name in files(tmp_path) if ".export-" in name]
+
+
+@pytest.mark.parametrize("size", ["abc", "", None])
+def test_what_is_no_size_is_named(tmp_path: Path, size: Any) -> None:
+    with pytest.raises(CheckpointValueError, match=f"such as '5GB', not {size!r}."):
+        export_pretrained(hf.pretrained_llama(), tmp_path, max_shard_size=size)
+    assert not files(tmp_path)
 
 
 @pytest.mark.promise(95)

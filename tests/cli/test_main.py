@@ -1,6 +1,7 @@
 """What holds for every command of `composer-dist`."""
 
 import errno
+import importlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import composer_dist
 from composer_dist import __version__, users_code
 from composer_dist.cli import commands as cli
 from composer_dist.cli import failures
+from composer_dist.cli.main import main
 from composer_dist.errors import CheckpointValueError
 
 pytestmark = pytest.mark.promise(109)
@@ -51,6 +53,19 @@ def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
         raise FAILURES[how][0]
 
     return made
+
+
+def test_modules_in_the_working_directory_are_found_after_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside_the_run.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
+    called = lambda prog_name: importlib.import_module("beside_the_run")  # noqa: E731
+    monkeypatch.setattr("typer.main.get_command", lambda app: called)
+    main()
+    assert sys.path[-1] == ""
+    assert sys.modules.pop("beside_the_run").__file__ == str(tmp_path / "beside_the_run.py")
 
 
 @pytest.mark.parametrize("how", FAILURES)

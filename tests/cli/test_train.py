@@ -95,6 +95,10 @@ def test_a_dry_run_with_a_strategy_by_name() -> None:
             ["scheduler={name: one_cycle, max_lr: 1, total_steps: 2}"],
             "scheduler.total_steps is 2, but the run has",
         ),
+        (
+            ["scheduler={name: one_cycle, max_lr: 1, pct_start: 0.25}", "trainer.max_duration=4ba"],
+            "scheduler 'one_cycle' with max_lr=1.0, pct_start=0.25, total_steps=4: float division by zero",
+        ),
         (["scheduler={name: torch.optim.lr_scheduler.StepLR, step_size: 0}"], "scheduler: integer modulo"),
         (["scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau"], "needs a metric at each step"),
         (["scheduler=torch.zeros"], "cannot be called with arguments by name"),
@@ -120,6 +124,14 @@ def test_a_dry_run_refuses_what_the_run_would(options: list[object], text: str) 
     status, _, told = call(PRESETS / "vision.yaml", "--dry-run", *options)
     assert status == 2
     assert text in told
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_world_size_that_is_no_number(monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    status, _, told = call(PRESETS / "vision.yaml", *options)
+    assert status == 1
+    assert "The environment variable WORLD_SIZE is 'two', but must be a number." in told
 
 
 def test_ranks_of_a_launcher_find_missing_data_together(monkeypatch: pytest.MonkeyPatch) -> None:

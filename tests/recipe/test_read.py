@@ -523,6 +523,13 @@ def test_a_file_that_cannot_be_imported_fails_as_the_users_code(
         assert (last.filename, last.lineno) == (str(tmp_path / "mine.py"), line)
 
 
+def test_a_module_that_lies_beside_the_configuration_is_named_as_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "nets.py").touch()
+    with pytest.raises(ParallelismValueError, match=rf"'mine'\. Write mine/nets\.py:\.\.\. for .* {tmp_path}\."):
+        resolve("mine.nets.Net", tmp_path)
+
+
 def test_a_callback_for_checkpoints_is_a_section_here(tmp_path: Path) -> None:
     for name in ("checkpoint", "CheckpointSaver", "model_checkpoint"):
         with pytest.raises(ParallelismValueError, match="Did you mean 'checkpoints:' at the top of the file"):

@@ -19,6 +19,8 @@ from composer_dist.structure.families import original_classes, quiet
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 """The names that transformers gives to weights."""
+_TEMPORARY = ".export-"
+"""How the temporary directory's name begins."""
 _ADAPTER = re.compile(r"adapter_config\.json|adapter_model\.(safetensors|bin)")
 """The names that peft gives to the files of an adapter."""
 
@@ -39,7 +41,9 @@ def staged(path: str | os.PathLike[str]) -> Iterator[Path]:
             if world_and_rank()[1] == 0:
                 with written(path):
                     target.mkdir(parents=True, exist_ok=True)
-                    place = stack.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=target))
+                    for left in target.glob(f"{_TEMPORARY}*/"):  # by an export that was killed
+                        shutil.rmtree(left)
+                    place = stack.enter_context(tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=target))
         directory = Path(Agreement().reach("the directory", place, lambda found: found[0]))
         yield directory
         with Agreement().together("the end of the export"):

@@ -90,7 +90,8 @@ def plan_export(
         everything: gather all tensors.
 
     Raises:
-        CheckpointValueError: safetensors does not support a dtype, or there is nothing to save.
+        CheckpointValueError: safetensors does not support a dtype, there is nothing to save, or
+            `max_shard_size` is not a size.
     """
     given = {name: TracedBlueprint.stored(name, shape, dtype) for name, (shape, dtype) in sources.items()}
     made: dict[str, TracedBlueprint] = _in_order(revert(model, dict(given)), given)
@@ -132,12 +133,17 @@ def _lay_out(
         )
     if not tensors:
         raise CheckpointValueError("The model has no tensors to export.")
-    split = split_state_dict_into_shards_factory(
-        dict(tensors),
-        get_storage_size=lambda one: one.numel() * one.dtype.itemsize,
-        filename_pattern=_WEIGHTS,
-        max_shard_size=max_shard_size,
-    )
+    try:
+        split = split_state_dict_into_shards_factory(
+            dict(tensors),
+            get_storage_size=lambda one: one.numel() * one.dtype.itemsize,
+            filename_pattern=_WEIGHTS,
+            max_shard_size=max_shard_size,
+        )
+    except (TypeError, ValueError):
+        raise CheckpointValueError(
+            f"max_shard_size must be a number of bytes or a size such as '5GB', not {max_shard_size!r}."
+        ) from None
     files, headers, entries = [], {}, {}
     for number, (file, held) in enumerate(split.filename_to_tensors.items()):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

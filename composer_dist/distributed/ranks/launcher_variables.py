@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 
+from composer_dist.config.launched import launched_ranks
 from composer_dist.errors import ParallelismRuntimeError
 
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
@@ -36,7 +37,7 @@ def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
     for names in sorted(_MPI.values(), key=lambda names: -sum(name in environ for name in names)):
         if names[0] in environ and names[1] in environ:
             return _mpi(environ, *names)
-    if "JOB_COMPLETION_INDEX" in environ and int(environ.get("WORLD_SIZE") or 1) > 1:
+    if "JOB_COMPLETION_INDEX" in environ and launched_ranks(environ) > 1:
         return _indexed_job(environ)
     return {}
 
@@ -48,8 +49,7 @@ def check_alone(environ: Mapping[str, str]) -> None:
         ParallelismRuntimeError: a launcher has started it as one of several ranks, so each would be a world
             of one, and all would train the same.
     """
-    size = environ.get("WORLD_SIZE") or "1"
-    if int(size) > 1:
+    if (size := launched_ranks(environ)) > 1:
         missing = [name for name in VARIABLES if not environ.get(name)]
         raise ParallelismRuntimeError(
             f"WORLD_SIZE is {size}, but these variables are not set: {', '.join(missing)}. Start with "

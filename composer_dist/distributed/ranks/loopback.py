@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
+from composer_dist.config.launched import launched_number, launched_ranks
 from composer_dist.distributed.ranks.liveness import Identity, has_ended
 from composer_dist.distributed.ranks.waiting import poll
 from composer_dist.errors import ParallelismRuntimeError
@@ -19,6 +20,8 @@ from composer_dist.errors import ParallelismRuntimeError
 HOST = "127.0.0.1"
 _LIMIT = timedelta(minutes=30)
 """torch's own for a process group."""
+_HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+"""The variables for the number of ranks on this host."""
 _hosted: dict[int, TCPStore] = {}
 """The stores in this process, by port."""
 _hosts: list[Identity] = []
@@ -29,8 +32,8 @@ def on_one_host(environ: Mapping[str, str]) -> bool:
     """Whether a launcher's variables show that all ranks are on this machine."""
     address = environ.get("MASTER_ADDR", "")
     is_loopback = address in ("localhost", "::1") or address.startswith("127.")
-    here = environ.get("LOCAL_WORLD_SIZE") or environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1
-    return is_loopback or int(here) >= int(environ.get("WORLD_SIZE") or 1)
+    here = next(filter(None, (launched_number(name, environ) for name in _HERE)), 1)
+    return is_loopback or here >= launched_ranks(environ)
 
 
 def host_store(port: int = 0, timeout: timedelta = _LIMIT) -> TCPStore:

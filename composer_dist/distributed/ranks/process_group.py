@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
 from composer_dist._torch import clear_dtensor_caches
+from composer_dist.config.launched import launched_number
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.gloo_interface import gloo_variables
 from composer_dist.distributed.ranks.gpus import check_own_gpu
@@ -141,8 +142,8 @@ def local_rank() -> int:
     Otherwise ranks are assumed to be numbered by machine, with one rank for each accelerator, or to be all on
     one machine without accelerators.
     """
-    if value := os.environ.get("LOCAL_RANK"):
-        return int(value)
+    if os.environ.get("LOCAL_RANK"):
+        return launched_number("LOCAL_RANK")
     _, rank = world_and_rank()
     return rank % (torch.accelerator.device_count() or rank + 1)
 

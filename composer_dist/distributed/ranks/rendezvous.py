@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # public, but not in its __all__
 
+from composer_dist.config.launched import launched_number
 from composer_dist.distributed.ranks.liveness import identify
 from composer_dist.distributed.ranks.loopback import on_one_host, own_store, remember_host
 from composer_dist.errors import ParallelismRuntimeError
@@ -26,7 +27,7 @@ def meeting_place(timeout: timedelta | None = None) -> dict[str, Any]:
     """The arguments of `init_process_group` for the store and ranks of the launcher's job."""
     limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if on_one_host(os.environ) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        rank, world_size, port = map(launched_number, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         shared = own_store(port, rank, **limit)
         if rank == 0:
             shared.set("host", json.dumps(identify()))
