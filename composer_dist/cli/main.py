@@ -18,7 +18,7 @@ def main() -> None:
 
     from composer_dist.cli.commands import app
 
-    sys.path.append("")  # modules in the working directory, as of `python -m`; last, so that they hide nothing
+    sys.path.append("")  # the working directory, as with `python -m`; last, so that it hides no package
     command = get_command(app)
     signal.signal(signal.SIGINT, _before)
     command(prog_name="composer-dist")
