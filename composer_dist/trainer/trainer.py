@@ -27,6 +27,7 @@ from composer_dist.trainer.arguments import (
 from composer_dist.trainer.callbacks import Callback, CheckpointSaver, LRMonitor, ProgressBar, SpeedMonitor
 from composer_dist.trainer.callbacks.base import run_all
 from composer_dist.trainer.clock import Time
+from composer_dist.trainer.data.position import apart
 from composer_dist.trainer.data.randomness import use_deterministic_algorithms
 from composer_dist.trainer.data.sampling import batch_size, check_sampler, placed
 from composer_dist.trainer.evaluation import Evaluator, Timetable, as_evaluators, checked, evaluate, predict
@@ -326,7 +327,7 @@ class Trainer:
         dataloader = placed(dataloader, self._data_part)
         if self._check_sampler:
             check_sampler(dataloader, self._data_part, purpose)
-        return dataloader
+        return apart(dataloader, self.state.train_dataloader) if purpose == "evaluate" else dataloader
 
     def _evaluate(self, evaluators: Sequence[Evaluator]) -> dict[str, float]:
         results: dict[str, float] = {}

@@ -102,6 +102,15 @@ class DistributedDataLoader:
         other._place(num_replicas, rank)
         return other
 
+    def apart(self) -> Self | None:
+        """A loader of the same batches with a position of its own; None if the dataset is a stream."""
+        if self._length is None:
+            return None
+        other = copy.copy(self)
+        other._loader, other._ended = None, False
+        other._start, other._batches_before, other._batches = 0, 0, 0
+        return other
+
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of an epoch; calls the dataset's own `set_epoch`, if it has one."""
         if callable(tell := getattr(self.dataset, "set_epoch", None)):

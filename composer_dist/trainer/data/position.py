@@ -205,6 +205,24 @@ def _own_generators(dataloader: Any) -> list[torch.Generator]:
     return [*dict.fromkeys(one for one in found if isinstance(one, torch.Generator))]
 
 
+def apart(dataloader: Any, training: object) -> Any:
+    """What to evaluate on beside `training`: the dataloader, or one like it if it is the same.
+
+    Raises:
+        ParallelismValueError: it is the same, and a second pass over it would disturb the first one.
+    """
+    if dataloader is not training:
+        return dataloader
+    if isinstance(dataloader, DistributedDataLoader) and (other := dataloader.apart()) is not None:
+        return other
+    if _kind(dataloader) != _COUNTED or getattr(dataloader, "persistent_workers", False):
+        raise ParallelismValueError(
+            f"The {type(dataloader).__name__} to evaluate on is the one that is trained on, and it gives one "
+            "pass at a time. Pass a second one of the same dataset."
+        )
+    return dataloader
+
+
 def check_position(dataloader: Any, place: Mapping[str, Any]) -> None:
     """Goes to the position that a checkpoint holds, if it is one for all ranks.
 

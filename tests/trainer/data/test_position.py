@@ -130,6 +130,33 @@ def test_resumes_bit_equal_on_two_ranks(world2: World, make: Any, stop: bool) ->
     world2(both_ways, make, 5, stop)
 
 
+def test_training_goes_on_where_it_was_though_its_loader_is_evaluated() -> None:
+    positions, losses = [], []
+    for evaluated in (False, True):
+        loader = own().placed(1, 0)
+        made, log = trainer(loader, eval_dataloader=loader if evaluated else None, eval_interval="3ba")
+        made.fit(duration="4ba")
+        positions.append(made.state_dict()["data"])
+        losses.append(log.values("loss/train/total"))
+    assert positions[0] == positions[1]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital'")
+@pytest.mark.parametrize(
+    "make",
+    [
+        torchdata,
+        lambda: DataLoader(points(6), 2, num_workers=1, persistent_workers=True),
+        lambda: DistributedDataLoader(Numbers(), 2).placed(1, 0),
+    ],
+)
+def test_a_loader_with_one_pass_at_a_time_is_not_evaluated_too(make: Any) -> None:
+    loader = make()
+    with pytest.raises(ParallelismValueError, match=f"The {type(loader).__name__} to evaluate on is the one"):
+        trainer(loader, eval_dataloader=loader)
+
+
 def short_list() -> Any:
     return list(DataLoader(range(7 - 5 * dist.get_rank()), 2))
 
