@@ -65,12 +65,14 @@ def expected(layers: set[Layer], inside: str) -> list[str]:
     return [layer.name for layer in sorted(layers, reverse=True)] + [inside]
 
 
+ORDERS = list(permutations(Layer))
+
+
 @pytest.mark.parametrize("inside", ["forward", "own"])
-@pytest.mark.parametrize(
-    "order", [slow(one) if number % 7 else one for number, one in enumerate(permutations(Layer))]
-)
-def test_layers_added_and_removed_in_any_order(order: tuple[Layer, ...], inside: str) -> None:
-    for backwards in permutations(Layer):
+@pytest.mark.parametrize("first", [slow(one) if one % 7 else one for one in range(len(ORDERS))])
+def test_layers_added_and_removed_in_any_order(first: int, inside: str) -> None:
+    order = ORDERS[first]
+    for backwards in ORDERS[first % 89 :: 89]:  # all pairs would be half a million
         block = Block()
         if inside == "own":
             block.forward = own  # type: ignore[assignment]
