@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_dist.recipe import named
+from composer_dist.recipe.configurations import check_configuration, written_keys, written_types
 from composer_dist.recipe.outline import mapping_of, strategies
 from composer_dist.recipe.problems import ConfigurationError, Problems
 from composer_dist.recipe.schema import (
@@ -100,6 +101,14 @@ def _names_code(values: dict[str, Any]) -> bool:
     return any(name not in known for name in names if isinstance(name, str))
 
 
+def _check_config(values: dict[str, Any], problems: Problems) -> None:
+    """The keys of a new model's configuration, unless code that is named may register its type."""
+    model, types = values.get("model"), written_types()
+    config = model.get("config") if isinstance(model, dict) else None
+    if isinstance(config, dict) and (not _names_code(values) or config.get("model_type") in types):
+        check_configuration(config, types, written_keys, problems)
+
+
 def _near(file: Path) -> str:
     """The sentence about the configuration in the same folder whose name is the closest, if one is close."""
     there = {one.stem: one for one in file.parent.glob("*.y*ml")}
@@ -139,6 +148,11 @@ def faults_at_once(file: Path, assignments: Sequence[str], files: bool = False) 
     """
     document, problems, run = read_sections(file, assignments)
     _check_strategy(document.values, problems)
+    _check_config(document.values, problems)
     if files and run is not None:
         _check_files(run.data, file.parent, problems)
+        for key in ("pretrained", "tokenizer"):
+            if (name := getattr(run.model, key, None)) is not None:
+                with problems.at("model", key):
+                    named.check_directory(name, name)
     return problems.lines()

@@ -1,6 +1,8 @@
-"""What a configuration names: `package.module.Name`, `file.py:Name` beside it, or a short name."""
+"""What a configuration names: `package.module.Name`, `file.py:Name` beside it, a short name, a directory."""
 
 import importlib.util
+import os
+import re
 import sys
 import traceback
 from collections.abc import Mapping
@@ -36,6 +38,14 @@ def resolve(reference: str, folder: Path) -> Any:
     if not hasattr(module, name):
         raise ParallelismValueError(f"{where} has no {name!r}.{near_miss(name, vars(module))}")
     return getattr(module, name)
+
+
+def check_directory(name: str, what: str) -> None:
+    """Raise an error about `what` unless `name` is a directory, or may be one on the Hugging Face hub."""
+    if os.path.isfile(name):
+        raise ParallelismValueError(f"{what} is a file: give the directory of the model.")
+    if not os.path.isdir(name) and not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        raise ParallelismValueError(f"{what}: there is no such directory (seen from {Path.cwd()}).")
 
 
 def _load(file: Path) -> ModuleType:

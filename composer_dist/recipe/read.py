@@ -11,6 +11,7 @@ from composer_dist import ParallelismConfig, Trainer
 from composer_dist.config.parallelism import resolve_config
 from composer_dist.config.yaml import KeyPath
 from composer_dist.recipe import named
+from composer_dist.recipe.configurations import check_configuration, imported_keys
 from composer_dist.recipe.first_look import read_sections
 from composer_dist.recipe.models import peft_class
 from composer_dist.recipe.problems import Problems
@@ -18,7 +19,6 @@ from composer_dist.recipe.schema import Run
 from composer_dist.recipe.signature import arguments_of
 from composer_dist.recipe.source import Document
 from composer_dist.trainer import CheckpointSaver, FineTuningPhases, NoImprovement, Phase, Resume
-from composer_dist.wording import near_miss
 
 OURS = frozenset(
     {"self", "model", "train_dataloader", "eval_dataloader", "optimizers", "schedulers"}
@@ -170,7 +170,9 @@ def _check_model(model: dict[str, Any], folder: Path, problems: Problems) -> Non
     if _DATA_OF.get(str(model.get("kind"))) in (None, _DATA_OF["module"]):
         _check_function(model, "model", folder, problems)
     if isinstance(model.get("config"), dict):
-        _check_transformers(model["config"], problems)
+        from transformers import CONFIG_MAPPING
+
+        check_configuration(model["config"], CONFIG_MAPPING.keys(), imported_keys, problems)
     if isinstance(metrics := model.get("metrics"), dict):
         _check_each(("model", "metrics"), named.METRICS, metrics, folder, problems)
         for name, kinds in _METRICS_OF.items():
@@ -204,25 +206,3 @@ def _check_function(values: dict[str, Any], section: str, folder: Path, problems
     if isinstance(values.get("collate"), str):
         with problems.at(section, "collate"):
             named.resolve(values["collate"], folder)
-
-
-def _check_transformers(config: dict[str, Any], problems: Problems) -> None:
-    """Transformers takes any key and would ignore a misspelt one."""
-    from transformers import CONFIG_MAPPING
-
-    path = ("model", "config")
-    kind = config.get("model_type")
-    if kind is None:
-        problems.add("'model_type' is missing: 'llama', 'bert', 'qwen3', ...", *path)
-    elif not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        near = near_miss(str(kind), CONFIG_MAPPING.keys())
-        problems.add(f"transformers has no model {kind!r}.{near}", *path, "model_type")
-    else:
-        cls = CONFIG_MAPPING[kind]
-        known = {field for base in cls.__mro__ for field in getattr(base, "__annotations__", {})}
-        known |= cls.attribute_map.keys() | {"num_labels", "attn_implementation"}  # of the constructor alone
-        for key in config.keys() & {"dtype", "torch_dtype"}:
-            problems.add("the dtype of the weights is model.dtype here", *path, key)
-        for key in config.keys() - known - {"model_type", "torch_dtype"}:
-            text = f"unknown key {key!r}: {cls.__name__} does not have it.{near_miss(str(key), known)}"
-            problems.add(text, *path, key)

@@ -43,7 +43,7 @@ def refused(preset: str, *overrides: str) -> str:
         (
             "finetune",
             ["model.config=null", "model.pretrained=./nope", "model.tokenizer=bytes"],
-            "'model.pretrained=./nope': there is no such directory (seen from ",
+            "'model.pretrained=./nope': model.pretrained: ./nope: there is no such directory (seen from ",
         ),
         (
             "finetune",

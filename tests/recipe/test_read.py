@@ -108,7 +108,7 @@ def test_a_key_that_is_a_number_is_named(write: Write) -> None:
 
 def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
     text = GOOD.replace("source: english", "sorce: english").replace("2ba", "2bax\n  max_epochs: 3")
-    text = text.replace("1e-3", "fast").replace("adamw", "adam\n  fused: 2")
+    text = text.replace("1e-3", "fast").replace("adamw", "adam\n  fused: 2").replace("hidden_", "hiden_")
     text += "  hang_timeout: {step: 5ba}\n  precision: bf16\n  gradient_clipping: {norm: high}\n"
     text += "callbacks: {ema: {half_lif: 10ba}, emma: {}}\ncheckpoints: {folder: here, intervl: 1ep}\n"
     text += "parallelism: {strategy: fsdp, mesh: {tp: x}}\nscheduler: {name: cosine, t_warmup: 5bax}\n"
@@ -122,6 +122,8 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
     overrides = ["sed=3", "optimizer.lrr=1", "optimizer.betas=[0.9, 1]", "checkpoints.keep=0"]
     told = subprocess.run([*command, file, *overrides], capture_output=True, text=True, check=True).stdout
     assert [line.removeprefix(str(file)) for line in told.splitlines()] == [
+        ":5: model.config.hiden_size: unknown key 'hiden_size': LlamaConfig does not have it. Did you mean "
+        "'hidden_size'?",
         ":6: data.source: 'source' is missing",
         ":8: data.sorce: unknown key 'sorce'. Did you mean 'source'?",
         "'optimizer.betas=[0.9, 1]': optimizer.betas.1: expected a number less than 1, got 1",
@@ -155,7 +157,7 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
     assert told == f"'parallelism=fsdpp': parallelism: {unknown_strategy('fsdpp', strategies.STRATEGIES)}"
 
 
-def test_missing_files_of_the_data_are_told_at_once(write: Write, tmp_path: Path) -> None:
+def test_missing_files_are_told_at_once(write: Write, tmp_path: Path) -> None:
     def told(*overrides: str) -> list[str]:
         assert faults_at_once(file, overrides) == []
         return [line.partition(" (in ")[0] for line in faults_at_once(file, overrides, files=True)]
@@ -177,6 +179,10 @@ def test_missing_files_of_the_data_are_told_at_once(write: Write, tmp_path: Path
     assert told("model.kind=sequence_classification", classes) == [
         f"'{classes}': data.classes.b: No file matches '{none}'"
     ]
+    (nowhere,) = told("model.config=null", f"model.pretrained={tmp_path}/nowhere")
+    assert f"model.pretrained: {tmp_path}/nowhere: there is no such directory" in nowhere
+    (is_a_file,) = told(f"model.tokenizer={file}")
+    assert is_a_file.endswith(f"model.tokenizer: {file} is a file: give the directory of the model")
     chat = f"data={{kind: chat, source: {{dataset: x}}, evaluate: {none}, chat_template: none.jinja}}"
     assert told(chat) == [
         f"'{chat}': data.evaluate: No file matches '{none}'",

@@ -19,6 +19,7 @@ from torch import nn
 from composer_dist.errors import CheckpointError, ParallelismError, ParallelismValueError, in_words
 from composer_dist.files.index import check_inside, read_text
 from composer_dist.files.safetensors import read_index
+from composer_dist.recipe.named import check_directory
 from composer_dist.recipe.schema import Arguments, HubModel
 from composer_dist.users_code import is_of_users_code
 from composer_dist.wording import listed, near_miss
@@ -66,10 +67,8 @@ def from_hub(key: str, name: str) -> Iterator[None]:
     if path.is_dir():
         with _named(what):
             _check_files(key, what, path)
-    elif path.exists():
-        raise ParallelismValueError(f"{what} is a file: give the directory of the model.")
-    elif not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise ParallelismValueError(f"{what}: there is no such directory (seen from {Path.cwd()}).")
+    else:
+        check_directory(name, what)
     unreachable = None
     try:
         with nullcontext() if path.is_dir() else _cached_if_unreachable() as unreachable:
