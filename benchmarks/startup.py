@@ -49,6 +49,8 @@ FAULTS = (
     "scheduler=cosin",
     "parallelism.mesh.tp=two",
     "parallelism=fspd",
+    "model.config.hiden_size=64",
+    "model.tokenizer=./missing",
     "data.source=missing.txt",
 )
 """Overrides with something wrong in them."""
