@@ -42,7 +42,7 @@ from composer_dist.recipe.build import (
 from composer_dist.recipe.data import datasets, length, loader
 from composer_dist.recipe.models import build_model
 from composer_dist.recipe.named import OPTIMIZERS, find, resolve
-from composer_dist.recipe.output.folder import check_places
+from composer_dist.recipe.places import check_places
 from composer_dist.recipe.problems import blamed_on
 from composer_dist.recipe.read import Configuration, read_configuration
 from composer_dist.recipe.schema import HubModel, PreferenceData, Run

@@ -9,7 +9,8 @@ from typing import Any
 from composer_dist.recipe import named
 from composer_dist.recipe.configurations import check_configuration, written_keys, written_types
 from composer_dist.recipe.outline import mapping_of, strategies
-from composer_dist.recipe.problems import ConfigurationError, Problems
+from composer_dist.recipe.places import check_places
+from composer_dist.recipe.problems import ConfigurationError, Problems, blamed_on
 from composer_dist.recipe.schema import (
     ChatData,
     Data,
@@ -155,4 +156,11 @@ def faults_at_once(file: Path, assignments: Sequence[str], files: bool = False) 
             if (name := getattr(run.model, key, None)) is not None:
                 with problems.at("model", key):
                     named.check_directory(name, name)
-    return problems.lines()
+    if not files or run is None or problems:
+        return problems.lines()
+    try:
+        with blamed_on(document):
+            check_places(run)
+    except ConfigurationError as error:
+        return [str(error)]
+    return []

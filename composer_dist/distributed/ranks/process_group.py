@@ -167,9 +167,7 @@ def backend_for(device_type: str, cpu_ops: bool = False) -> str:
     backend = backends[device_type]
     if not cpu_ops:
         return backend
-    if device_type == "cpu":
-        return f"cpu:{backend}"
-    return f"{device_type}:{backend},cpu:{backends['cpu']}"
+    return ",".join(f"{kind}:{backends[kind]}" for kind in dict.fromkeys((device_type, "cpu")))
 
 
 def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:

@@ -8,7 +8,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -24,14 +23,11 @@ from composer_dist.distributed import process_group
 from composer_dist.errors import ParallelismValueError
 from composer_dist.files.index import check_inside
 from composer_dist.recipe.named import PLACES
+from composer_dist.recipe.places import check_places
 from composer_dist.recipe.read import Configuration
-from composer_dist.recipe.schema import Run
 
 CONFIGURATION, ENVIRONMENT = "configuration.yaml", "environment.json"
 _WRITTEN = (CONFIGURATION, ENVIRONMENT, LOCK, PLACES["file"]["path"], f"{PLACES['file']['path']}.new")
-EXPORTS = ("model", "model.pt", "adapter")
-_LINKS = (*EXPORTS, "checkpoints", "base", PLACES["tensorboard"]["log_dir"])
-"""What a link could make the run write, replace or remove elsewhere."""
 _PACKAGES = ("composer_dist", "transformers", "peft", "safetensors", "datasets", "torchao")
 
 
@@ -60,40 +56,6 @@ def run_folder(configuration: Configuration) -> Iterator[None]:
                     f"out={out} cannot be written: {error.strerror}. Choose another out."
                 ) from None
         yield
-
-
-def check_places(run: Run) -> None:
-    """Whether the run can write where it is told to, as far as that is known without making a folder.
-
-    Raises:
-        ParallelismValueError: it cannot.
-    """
-    for name in _LINKS:
-        link, target = run.out / name, Path(os.path.realpath(run.out / name))
-        if os.path.islink(link) and not target.is_relative_to(os.path.realpath(run.out)):
-            raise ParallelismValueError(
-                f"{link} is a link that leads out of out, to {target}. Remove the link; for another place "
-                "of the checkpoints set checkpoints.folder."
-            )
-    places = {"out": run.out, "checkpoints.folder": (run.checkpoints or {}).get("folder")}
-    for logger, key in (("file", "path"), ("tensorboard", "log_dir")):
-        places[f"loggers.{logger}.{key}"] = (run.loggers.get(logger) or {}).get(key)
-    for key, place in places.items():
-        if not place or "://" in str(place):
-            continue
-        path = Path(place).absolute()
-        try:
-            above = next(one for one in (path, *path.parents)[key.endswith("path") :] if one.exists())
-        except OSError as error:  # a name that is too long, say
-            raise ParallelismValueError(f"{key}={place} cannot be written: {error.strerror}.") from None
-        try:
-            tempfile.TemporaryFile(dir=above).close()  # permissions do not say it of every file system
-        except OSError:
-            raise ParallelismValueError(
-                f"{key}={place} cannot be written: {above} is not a folder to write to."
-            ) from None
-        if key.endswith("path") and path.is_dir():
-            raise ParallelismValueError(f"{key}={place} is a folder: give the name of a file in it.")
 
 
 def _record(out: Path, configuration: Configuration, world: int) -> None:
