@@ -126,7 +126,7 @@ def _run(config: Path, overrides: list[str], announced: bool, ctrl_c: CtrlC) -> 
 
 def refuse_at_once(config: Path, overrides: list[str]) -> None:
     """Say what is wrong before torch is imported, which takes seconds; then the rest, and end."""
-    from composer_dist.recipe.first_look import faults_at_once
+    from composer_dist.recipe.first_look.look import faults_at_once
     from composer_dist.recipe.problems import ConfigurationError
 
     # Several hosts may have different files; their ranks tell each other when they read the data.

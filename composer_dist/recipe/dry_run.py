@@ -40,9 +40,9 @@ from composer_dist.recipe.build import (
     tokenizer_of,
 )
 from composer_dist.recipe.data import datasets, length, loader
+from composer_dist.recipe.first_look.places import check_places
 from composer_dist.recipe.models import build_model
 from composer_dist.recipe.named import OPTIMIZERS, find, resolve
-from composer_dist.recipe.places import check_places
 from composer_dist.recipe.problems import blamed_on
 from composer_dist.recipe.read import Configuration, read_configuration
 from composer_dist.recipe.schema import HubModel, PreferenceData, Run

@@ -11,8 +11,8 @@ from composer_dist import ParallelismConfig, Trainer
 from composer_dist.config.parallelism import resolve_config
 from composer_dist.config.yaml import KeyPath
 from composer_dist.recipe import named
-from composer_dist.recipe.configurations import check_configuration, imported_keys
-from composer_dist.recipe.first_look import read_sections
+from composer_dist.recipe.first_look.configurations import check_configuration, imported_keys
+from composer_dist.recipe.first_look.look import read_sections
 from composer_dist.recipe.models import peft_class
 from composer_dist.recipe.problems import Problems
 from composer_dist.recipe.schema import Run

@@ -25,7 +25,7 @@ from composer_dist.checkpoint import latest_checkpoint, load_checkpoint, load_pr
 from composer_dist.config.parallelism import resolve_config
 from composer_dist.config.yaml import parse
 from composer_dist.files.safetensors import read_index
-from composer_dist.recipe.first_look import faults_at_once
+from composer_dist.recipe.first_look.look import faults_at_once
 from composer_dist.recipe.read import read_configuration
 from composer_dist.structure.select import select
 from tests.checkpoint.test_hostile import pickled, reseal, rezipped

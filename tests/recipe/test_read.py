@@ -16,7 +16,7 @@ from composer_dist.config.parallelism import register_strategy, strategy_named
 from composer_dist.errors import ParallelismError, ParallelismKeyError, ParallelismValueError
 from composer_dist.recipe.build import callbacks_of, loggers_of
 from composer_dist.recipe.data import datasets, loader
-from composer_dist.recipe.first_look import faults_at_once
+from composer_dist.recipe.first_look.look import faults_at_once
 from composer_dist.recipe.models import _module
 from composer_dist.recipe.named import CALLBACKS, find, resolve
 from composer_dist.recipe.problems import ConfigurationError, blamed_on
@@ -115,7 +115,7 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
     file = write(text + "loggers: {console: {interval: 0.5}}\nresume: {load_path: 3}\n")
     code = (
         "import sys; sys.modules['torch'] = None; from pathlib import Path\n"
-        "from composer_dist.recipe.first_look import faults_at_once\n"
+        "from composer_dist.recipe.first_look.look import faults_at_once\n"
         "print(*faults_at_once(Path(sys.argv[1]), sys.argv[2:]), sep='\\n')"
     )
     command = [sys.executable, "-c", code]

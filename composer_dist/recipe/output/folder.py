@@ -22,8 +22,8 @@ from composer_dist.checkpoint.storage.lock import FolderLock
 from composer_dist.distributed import process_group
 from composer_dist.errors import ParallelismValueError
 from composer_dist.files.index import check_inside
+from composer_dist.recipe.first_look.places import check_places
 from composer_dist.recipe.named import PLACES
-from composer_dist.recipe.places import check_places
 from composer_dist.recipe.read import Configuration
 
 CONFIGURATION, ENVIRONMENT = "configuration.yaml", "environment.json"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from composer_dist.recipe.places import EXPORTS
+from composer_dist.recipe.first_look.places import EXPORTS
 from composer_dist.trainer import Callback, Logger, State
 
 

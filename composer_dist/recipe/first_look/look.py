@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from composer_dist.recipe import named
-from composer_dist.recipe.configurations import check_configuration, written_keys, written_types
+from composer_dist.recipe.first_look.configurations import check_configuration, written_keys, written_types
+from composer_dist.recipe.first_look.places import check_places
 from composer_dist.recipe.outline import mapping_of, strategies
-from composer_dist.recipe.places import check_places
 from composer_dist.recipe.problems import ConfigurationError, Problems, blamed_on
 from composer_dist.recipe.schema import (
     ChatData,

@@ -3,7 +3,7 @@
 import pytest
 from transformers import CONFIG_MAPPING
 
-from composer_dist.recipe.configurations import imported_keys, written_keys, written_types
+from composer_dist.recipe.first_look.configurations import imported_keys, written_keys, written_types
 
 TYPES = list(CONFIG_MAPPING.keys())
 

@@ -1,0 +1,1 @@
+"""What is wrong with a configuration, as far as that is known without torch."""
