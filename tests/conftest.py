@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tests.kit import world
-from tests.kit.worker import forget_accelerate
+from tests.kit.worker import forget_accelerate, seed_torch
 from tests.kit.world import World
 
 
@@ -56,7 +56,7 @@ def same_start() -> Iterator[None]:
 
     Nor the levels of the loggers that the command line hushes.
     """
-    torch.manual_seed(0)
+    seed_torch()
     hushed = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in hushed]
     with mock.patch.dict(os.environ):

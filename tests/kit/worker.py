@@ -141,7 +141,7 @@ def _clean_slate(job: Job) -> Iterator[None]:
     environment, directory = dict(os.environ), os.getcwd()
     if job.setup == "environment":
         os.environ.update(_torchrun_environment(job))
-    torch.manual_seed(0)
+    seed_torch()
     random.seed(0)
     numpy.random.seed(0)
     torch.set_num_threads(1)
@@ -160,6 +160,11 @@ def _clean_slate(job: Job) -> Iterator[None]:
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(directory)
+
+
+def seed_torch() -> None:
+    """Sets torch's generators, as `torch.manual_seed` does: it formats stacks for GPUs that are not there."""
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
 
 
 @contextlib.contextmanager
