@@ -319,6 +319,12 @@ def is_initialized(module: FSDPModule) -> bool:
     return module._get_fsdp_state()._is_root is not None
 
 
+def is_recast(module: FSDPModule) -> bool:
+    """Whether parameters of a unit have another dtype than at FSDP2's lazy initialization. Since torch 2.6."""
+    known = [param for param in fsdp_params(module) if hasattr(param, "orig_dtype")]
+    return any(param.sharded_param.dtype != param.orig_dtype for param in known)
+
+
 def gather_before_backward_of(module: FSDPModule, tensors: Iterable[torch.Tensor]) -> None:
     """Have FSDP2 gather a unit when the gradient of one of `tensors` arrives, as it does for its outputs.
 

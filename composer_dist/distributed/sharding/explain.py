@@ -25,6 +25,12 @@ _names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """The name of each module of a unit."""
 _OTHER_DTYPES = re.compile(r"(?i)same dtype|dtypes? match|expected scalar type|type \(.*should be the same")
 
+_RECAST = (
+    "The dtype of parameters has changed since parallelize_model, by model.to(dtype) for example, but FSDP2 "
+    "has fixed it. Change it before, or have only the computations in a lower precision: "
+    "FSDP2Config(mixed_precision={'param_dtype': 'bfloat16'})."
+)
+
 
 def explain_methods(name: str, module: nn.Module) -> None:
     """Have the public methods of a unit's module, whose class torch has made, explain torch's errors."""
@@ -58,8 +64,12 @@ def _explain(error: RuntimeError, module: nn.Module) -> None:
     if "invalid python storage" in said:  # of safetensors
         remedy = "To save them, call export_pretrained(model, path) on all ranks."
         raise ParallelismRuntimeError(f"The parameters are sharded. {remedy}") from error
+    if isinstance(error, ParallelismRuntimeError):
+        return
+    if any(_torch.is_recast(one) for one in module.modules() if isinstance(one, FSDPModule)):
+        raise ParallelismRuntimeError(_RECAST) from error
     is_mixed = "got mixed torch.Tensor and DTensor" in said
-    if isinstance(error, ParallelismRuntimeError) or not (is_mixed or _OTHER_DTYPES.search(said)):
+    if not (is_mixed or _OTHER_DTYPES.search(said)):
         return
     names = _names_in(module)
     inside = _inside(frame for frame, _ in walk_tb(error.__traceback__))
@@ -163,6 +173,8 @@ def _inside(frames: Iterable[FrameType]) -> list[tuple[str, nn.Module]]:
 
 def refused(error: RuntimeError) -> str | None:
     """The message for a backward that needs a parameter that FSDP2 has freed, or that has changed."""
+    if "attempting to assign a gradient with dtype" in str(error):
+        return _RECAST
     name, is_freed = _torch.refused_parameter(error) or ("a parameter", None)
     if is_freed is None and "got mixed torch.Tensor and DTensor" in str(error):  # in a recomputed block too
         return (

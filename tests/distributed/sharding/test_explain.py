@@ -58,6 +58,18 @@ def test_a_parametrization_with_buffers_in_low_precision_is_that_of_autocast(of:
     assert all("forward" not in vars(one) for one in model.modules())
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@on_ranks(2)
+def test_a_dtype_that_changes_after_the_preparation_is_named(trained: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    parallelize_model(model, "fsdp")
+    if trained:
+        model(torch.ones(2, 4)).sum().backward()
+    model.to(torch.bfloat16)
+    with fails(ParallelismRuntimeError, "The dtype of parameters has changed since parallelize_model"):
+        model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+
+
 class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()
