@@ -320,7 +320,7 @@ def is_initialized(module: FSDPModule) -> bool:
 
 
 def is_recast(module: FSDPModule) -> bool:
-    """Whether parameters of a unit have another dtype than when FSDP2 was initialized lazily. Since torch 2.6."""
+    """Whether parameters of a unit have changed their dtype since FSDP2 was initialized. Since torch 2.6."""
     known = [param for param in fsdp_params(module) if hasattr(param, "orig_dtype")]
     return any(param.sharded_param.dtype != param.orig_dtype for param in known)
 

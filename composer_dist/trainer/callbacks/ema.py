@@ -27,7 +27,8 @@ class EMA(Callback):
     not averaged.
 
     Args:
-        half_life: in any unit except `dur`, such as "100ba" or "1e6tok".
+        half_life: in any unit except `dur`, such as "100ba" or "1e6tok"; epochs pass batch by batch if their
+            length is known, and at their ends otherwise.
         start: when averaging begins; until then evaluation uses the weights as they are.
         update_interval: how often to update the averages, in batches.
 
@@ -57,14 +58,21 @@ class EMA(Callback):
         self._state = state
         state.averages = self.averages
 
-    @torch.no_grad()
     def batch_end(self, state: State, logger: Logger) -> None:
-        if not state.timestamp.reached(self._start) or state.timestamp.batch % int(self._interval.value):
-            return
+        if state.timestamp.reached(self._start) and not state.timestamp.batch % int(self._interval.value):
+            self._update(state)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Epochs of unknown length pass as a whole."""
+        if self.averages and self._half_life.unit is TimeUnit.EPOCH and not state.train_length:
+            self._update(state)
+
+    @torch.no_grad()
+    def _update(self, state: State) -> None:
         weights = _weights(state)
         unit = self._half_life.unit
-        elapsed = state.timestamp.get(unit) - self._updated.get(unit)
-        share = 1 - 0.5 ** (elapsed / self._half_life) if self.averages else 1.0
+        elapsed = state.passed(unit) - state.passed(unit, self._updated)
+        share = 1 - 0.5 ** (elapsed / self._half_life.value) if self.averages else 1.0
         known = [name for name in weights if name in self.averages]
         self.averages |= {name: weights[name].clone() for name in weights if name not in known}
         if known:

@@ -1,5 +1,6 @@
 """Averages of shards are the shards of the averages."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -53,3 +54,29 @@ def test_times_that_make_no_average_are_refused() -> None:
     for half_life, interval in (("0ba", "1ba"), ("0.5dur", "1ba"), ("1ba", "1ep")):
         with pytest.raises(ParallelismValueError, match="EMA's"):
             EMA(half_life, update_interval=interval)
+
+
+class OfUnknownLength:
+    def __iter__(self) -> Iterator[Any]:
+        return iter(batches([6], 0))
+
+
+def averages_after(half_life: str, loader: Any, epochs: int) -> tuple[list[Weights], Weights]:
+    """The weights after each batch, and the averages after so many epochs."""
+    trained, after_batch = seen_at("batch_end", lambda state: weights(state.model))
+    ema = EMA(half_life)
+    options = {"train_dataloader": loader, "max_duration": f"{epochs}ep", "optimizers": partial(sgd, lr=0.5)}
+    fitted_on_parts([6], None, callbacks=[after_batch, ema], **options)
+    return trained, dict(ema.averages)
+
+
+def test_epochs_pass_within_them_or_as_a_whole_where_their_length_is_unknown() -> None:
+    trained, in_epochs = averages_after("2ep", batches([6], 0), 2)
+    _, in_batches = averages_after(f"{len(trained)}ba", batches([6], 0), 2)
+    close(in_epochs, in_batches)
+    trained, at_ends = averages_after("1ep", OfUnknownLength(), 3)
+    first, second, third = trained[0], *trained[2 * len(trained) // 3 - 1 :: len(trained) // 3]
+    after_one = trained[len(trained) // 3 - 1]
+    means = {name: (first[name] + after_one[name]) / 2 for name in first}
+    means = {name: (means[name] + second[name]) / 2 for name in first}
+    close(at_ends, {name: (means[name] + third[name]) / 2 for name in first})
