@@ -3,7 +3,7 @@
 from typing import Any
 
 from composer_dist.recipe.converting.foreign import Foreign
-from composer_dist.recipe.converting.sharding import accelerates_fsdp
+from composer_dist.recipe.converting.sharding import STRATEGIES, accelerates_fsdp, put_strategy
 
 ACCELERATE = frozenset({"distributed_type", "compute_environment", "dynamo_config", "num_processes"})
 """Keys by which a file is recognized as accelerate's."""
@@ -38,7 +38,6 @@ _DDP = {
     "ddp_broadcast_buffers": "broadcast_buffers",
     "ddp_static_graph": "static_graph",
 }
-_STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard")
 
 
 def convert_accelerate(foreign: Foreign) -> None:
@@ -147,14 +146,15 @@ def convert_transformers(foreign: Foreign) -> None:
 
 def _legacy(foreign: Foreign, word: str) -> None:
     """One of the words of `fsdp="full_shard auto_wrap"`."""
-    if word in _STRATEGIES and word in ("full_shard", "shard_grad_op"):
-        foreign.put(word == "full_shard", "parallelism.fsdp2.reshard_after_forward", "fsdp")
-    elif word in ("hybrid_shard", "hybrid_shard_zero2"):
-        foreign.put("hsdp", "parallelism.strategy", "fsdp")
+    strategies = [one.lower() for one in STRATEGIES]
+    if foreign.ours["parallelism"] == "ddp":
+        return  # no_shard: nothing else has an effect
+    if word in strategies:
+        put_strategy(foreign, word, "fsdp")
     elif word == "offload":
         foreign.put(True, "parallelism.fsdp2.cpu_offload", "fsdp")
     elif word not in ("auto_wrap", "True", "true"):
-        raise foreign.wrong(f"{word!r} is not one of {', '.join(_STRATEGIES)}, offload, auto_wrap", "fsdp")
+        raise foreign.wrong(f"{word!r} is not one of {', '.join(strategies)}, offload, auto_wrap", "fsdp")
 
 
 def _replicas(foreign: Foreign) -> None:

@@ -102,10 +102,15 @@ def convert_composer(foreign: Foreign) -> None:
         interval = foreign.take("console_log_interval", default="1ba")
         foreign.put({"interval": interval}, "loggers.console", "log_to_console")
     foreign.take("console_log_interval")
-    if foreign.get("eval_loader") is not None:
-        foreign.move("trainer.eval_interval", "eval_interval")
-    else:
+    if foreign.get("eval_loader") is None:
         foreign.drop("there is no eval_loader", "eval_interval")
+    elif str(foreign.get("eval_interval", default=1)) in ("0", "0ep", "0ba"):
+        foreign.ours.get("data", {}).pop("evaluate", None)
+        foreign.take("eval_interval")
+        text = "0 means no evaluation, so the eval_loader is left out"
+        foreign.remark(text, "eval_interval", undecided=False)
+    else:
+        foreign.move("trainer.eval_interval", "eval_interval")
     for key, text in _UNNEEDED.items():
         foreign.drop(text, key)
 
@@ -168,6 +173,8 @@ def _optimizer(foreign: Foreign) -> None:
         if not rate:
             raise foreign.wrong("expected a learning rate above 0", "optimizer", "lr")
         rest |= {"lr": rate, "weight_decay": decay / rate}
+        if name == "decoupled_adamw":
+            rest.setdefault("betas", [0.9, 0.95])  # Composer's default
         if name == "decoupled_sgdw" and decay:
             text = "torch's SGD adds the decay to the gradient, so with momentum or dampening it differs"
             foreign.remark(text, "optimizer", "weight_decay")
@@ -279,11 +286,15 @@ def _entries(foreign: Foreign, section: str, renamed: dict[str, str], known: dic
                 values[ours] = (
                     f"{value}ba" if key.endswith("batch_interval") or key == "batch_log_interval" else value
                 )
-            elif value is not None:
+            elif value is not None and (name != "early_stopping" or key not in _WATCHED):
                 foreign.remark("has no counterpart", section, theirs, key, undecided=False)
         if name == "early_stopping":
             _early_stopping(foreign, values, given, section, theirs)
         foreign.put(values, f"{section}.{name}", section, theirs)
+
+
+_WATCHED = ("dataloader_label", "comp")
+"""Keys of an early_stopper that are parts of others here."""
 
 
 def _early_stopping(foreign: Foreign, values: dict[str, Any], given: dict[str, Any], *path: str) -> None:

@@ -9,6 +9,7 @@ import yaml
 
 from composer_dist.recipe.converting import accelerate, composer, finetuning_scheduler, lightning
 from composer_dist.recipe.converting.foreign import Foreign, Remark, foreign_of, read_foreign
+from composer_dist.recipe.first_look.look import check_outline
 from composer_dist.recipe.problems import ConfigurationError, Problems
 from composer_dist.recipe.read import check_sections
 from composer_dist.recipe.schema import Run
@@ -132,5 +133,6 @@ def _check(foreign: Foreign, done: Conversion) -> None:
     problems = Problems(Document(values, foreign.name, foreign.origins))
     if done.whole:
         problems.check(Run, {"out": "out", **values})
+    check_outline(values, problems)
     check_sections(values, Path(foreign.name).parent, problems)
     problems.settle()

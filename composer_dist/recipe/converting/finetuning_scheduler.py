@@ -36,6 +36,8 @@ class SchedulerOptions:
     patience: int = 3
     min_delta: float = 0.0
     mode: str = "min"
+    ends_run: bool = False
+    """Whether the last phase ends as the others do, and training with it."""
 
 
 def is_schedule(values: Any) -> bool:
@@ -78,6 +80,8 @@ def convert_phases(foreign: Foreign, options: SchedulerOptions, *path: str | int
         end = foreign.number(-1, *here, "max_transition_epoch")
         if number != numbers[-1]:
             phase["until"] = _until(foreign, end, begun, options, *here)
+        elif options.ends_run and not options.epochs_only:
+            phase["until"] = _until(foreign, -1, begun, options, *here)
         begun = end if end >= 0 else begun
         for key in ("new_optimizer", "new_lr_scheduler"):
             foreign.drop(_NEW, *here, key, undecided=True)
@@ -193,19 +197,34 @@ def convert_callbacks(foreign: Foreign, *path: str) -> None:
         if name in (SCHEDULER, STOPPING, CHECKPOINT):
             found[name] = (*here, "init_args")
             foreign.mapping(*found[name])
-            foreign.take(*found[name])
         else:
             foreign.take(*here)
             foreign.remark(f"composer-dist keys callbacks lists ours; not {name}", *here, undecided=False)
     if (here := found.get(SCHEDULER, ())) != ():
         _scheduler(foreign, _options(foreign, here, found.get(STOPPING)), *here)
-    if (here := found.get(CHECKPOINT, ())) != () and foreign.get(*here, "monitor") is not None:
-        metric = _metric(str(foreign.get(*here, "monitor")))
-        foreign.put(metric, "checkpoints.monitor", *here)
+    if (here := found.get(STOPPING, ())) != ():
+        foreign.drop("callbacks: {nan_monitor: {}}", *here, "check_finite")
+    if (here := found.get(CHECKPOINT, ())) != ():
+        _checkpoints(foreign, *here)
+
+
+def _checkpoints(foreign: Foreign, *path: str | int) -> None:
+    """The arguments of an FTSCheckpoint."""
+    if (monitor := foreign.take(*path, "monitor")) is not None:
+        metric = _metric(str(monitor))
+        mode = foreign.take(*path, "mode", default="min")
+        foreign.put(metric, "checkpoints.monitor", *path)
         if not metric.startswith("loss/"):
-            foreign.put(foreign.get(*here, "mode", default="min"), "checkpoints.mode", *here)
-        if (count := foreign.number(1, *here, "save_top_k")) > 0:
-            foreign.put(count, "checkpoints.save_top_k", *here)
+            foreign.put(mode, "checkpoints.mode", *path)
+        if (count := foreign.number(1, *path, "save_top_k")) > 0:
+            foreign.put(count, "checkpoints.save_top_k", *path)
+    for theirs, unit in (("every_n_epochs", "ep"), ("every_n_train_steps", "ba")):
+        if (interval := foreign.number(0, *path, theirs)) > 0:
+            foreign.put(f"{interval}{unit}", "checkpoints.interval", *path, theirs)
+    foreign.move("checkpoints.folder", *path, "dirpath")
+    foreign.move("checkpoints.weights_only", *path, "save_weights_only")
+    foreign.drop("checkpoints.filename, with other names in braces", *path, "filename")
+    foreign.drop("automatic: `latest` leads to the newest checkpoint", *path, "save_last")
 
 
 def _options(
@@ -216,25 +235,25 @@ def _options(
     rate = foreign.number(1e-5, *here, "base_max_lr")
     epochs = foreign.take(*here, "epoch_transitions_only", default=False) is True
     if stopping is None:
-        return SchedulerOptions(depth, rate, epochs)
+        return SchedulerOptions(depth, rate, epochs, ends_run=True)
     return SchedulerOptions(
         depth,
         rate,
         epochs,
-        monitor=str(foreign.get(*stopping, "monitor", default="val_loss")),
+        monitor=str(foreign.take(*stopping, "monitor", default="val_loss")),
         patience=foreign.number(3, *stopping, "patience"),
         min_delta=foreign.number(0.0, *stopping, "min_delta"),
         mode=foreign.one_of(("MIN", "MAX"), "", *stopping, "mode", default="min").lower(),
+        ends_run=True,
     )
 
 
 def _scheduler(foreign: Foreign, options: SchedulerOptions, *path: str | int) -> None:
     """The arguments of a FinetuningScheduler."""
-    given = foreign.mapping(*path)
-    schedule = given.get("ft_schedule")
+    schedule = foreign.get(*path, "ft_schedule")
     if isinstance(schedule, dict):
         convert_phases(foreign, options, *path, "ft_schedule")
-    elif schedule is not None:
+    elif foreign.take(*path, "ft_schedule") is not None:
         folders = [Path(), *Path(foreign.name).resolve().parents[:4]]
         files = [one for folder in folders if (one := folder / str(schedule)).is_file()]
         if not files:
@@ -246,12 +265,10 @@ def _scheduler(foreign: Foreign, options: SchedulerOptions, *path: str | int) ->
         foreign.remarks += inner.remarks
         foreign.put(inner.ours["phases"]["schedule"], "phases.schedule", *path, "ft_schedule")
     for theirs, ours in (("restore_best", "restore_best"), ("apply_lambdas_new_pgs", "apply_lambdas")):
-        if theirs in given:
-            foreign.put(given[theirs], f"phases.{ours}", *path, theirs)
-    if given.get("frozen_bn_track_running_stats") is False:
+        foreign.move(f"phases.{ours}", *path, theirs)
+    if foreign.take(*path, "frozen_bn_track_running_stats") is False:
         foreign.put("fixed", "phases.frozen_batch_norm", *path, "frozen_bn_track_running_stats")
-    for key in _UNNEEDED:
-        if given.get(key) not in (None, False):
-            foreign.remark(_UNNEEDED[key], *path, key, undecided=key in ("reinit_optim_cfg", "reinit_lr_cfg"))
-    if given.get("strategy_adapter_cfg") is not None:
+    for key, text in _UNNEEDED.items():
+        foreign.drop(text, *path, key, undecided=key in ("reinit_optim_cfg", "reinit_lr_cfg"))
+    if foreign.get(*path, "strategy_adapter_cfg") is not None:
         convert_plan(foreign, *path, "strategy_adapter_cfg")

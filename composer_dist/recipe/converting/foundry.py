@@ -17,7 +17,7 @@ _MODEL = {
     "z_loss": "has no counterpart",
 }
 _LOADER = {
-    "drop_last": "automatic: every row is used, also those of the last, shorter batch",
+    "drop_last": "automatic: evaluations read every row",
     "pin_memory": "automatic: batches are pinned where there is an accelerator",
     "prefetch_factor": "has no counterpart: of the options of torch's DataLoader there is data.workers",
     "persistent_workers": "automatic",
@@ -122,6 +122,7 @@ def _rows(foreign: Foreign, *dataset: str) -> None:
         foreign.take("max_seq_len")
     foreign.move("data.shuffle", *dataset, "shuffle")
     foreign.move("data.workers", "train_loader", "num_workers")
+    foreign.move("data.drop_last", "train_loader", "drop_last")
     if foreign.get(*dataset, "preprocessing_fn") is not None:
         text = "call it in a function of yours (data: {kind: function, name: file.py:name}), or write its"
         foreign.drop(
@@ -162,10 +163,13 @@ def _source(foreign: Foreign, loader: str) -> dict[str, Any]:
 def _losses(foreign: Foreign, *path: str) -> None:
     """On which tokens the loss is computed."""
     prompts = str(foreign.take(*path, "target_prompts", default="none"))
-    responses = str(foreign.take(*path, "target_responses", default="last"))
+    responses = str(foreign.take(*path, "target_responses"))
     if prompts == "all":
         foreign.put("all", "data.loss_on", *path, "target_prompts")
     elif prompts != "none":
         foreign.remark("data.loss_on is assistant or all", *path, "target_prompts")
     elif responses == "all":
         foreign.put("assistant", "data.loss_on", *path, "target_responses")
+    else:  # by default the last answer is learned there
+        text = "every answer of a chat is learned, which differs from `last` for rows of several answers"
+        foreign.remark(text, *path, "target_responses", undecided=responses == "last")

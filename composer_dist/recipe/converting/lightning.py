@@ -1,9 +1,11 @@
 """Files of Lightning's command line, as far as the Fine-Tuning Scheduler's examples use them."""
 
+import re
 from typing import Any
 
 from composer_dist.recipe.converting.finetuning_scheduler import convert_callbacks
 from composer_dist.recipe.converting.foreign import Foreign
+from composer_dist.recipe.converting.sharding import put_strategy
 
 _PRECISIONS = {
     "32": "fp32", "32-true": None, "16": "amp_fp16", "16-mixed": "amp_fp16", "bf16": "amp_bf16",
@@ -46,6 +48,9 @@ def convert_lightning(foreign: Foreign) -> None:
 def _length(foreign: Foreign) -> None:
     for theirs, unit in (("max_epochs", "ep"), ("max_steps", "ba")):
         if (count := foreign.take("trainer", theirs)) not in (None, -1):
+            if "max_duration" in foreign.ours.get("trainer", {}):
+                text = "a run has one length, here these batches; there it ends at the first of both"
+                foreign.remark(text, "trainer", theirs)
             foreign.put(f"{count}{unit}", "trainer.max_duration", "trainer", theirs)
 
 
@@ -88,11 +93,15 @@ def _strategy(foreign: Foreign) -> None:
             if mesh["tp"] != 1:
                 foreign.put({}, "parallelism.tp", *path)
     elif name in ("FSDPStrategy", "fsdp"):
-        foreign.put(
-            {"cpu_offload": True} if args.pop("cpu_offload", False) else {}, "parallelism.fsdp2", *path
-        )
-        _classes(foreign, args, *path)
+        offload, strategy = args.pop("cpu_offload", False), args.pop("sharding_strategy", None)
+        foreign.put({"cpu_offload": True} if offload else {}, "parallelism.fsdp2", *path)
+        if strategy is not None:
+            put_strategy(foreign, str(strategy), *path)
+        if isinstance(foreign.ours["parallelism"], dict):  # and not replicas
+            _classes(foreign, args, *path)
     elif name.startswith(("DDPStrategy", "ddp")):
+        if unused := re.fullmatch(r"ddp.*_find_unused_parameters_(true|false)", name):
+            args["find_unused_parameters"] = unused[1] == "true"
         foreign.put(args or {}, "parallelism.ddp", *path)
         args = {}
     else:

@@ -193,9 +193,14 @@ def _reshard(foreign: Foreign, version: int, *path: str) -> None:
     if version == 2 or value in ("TRUE", "FALSE"):
         foreign.put(_truth(foreign, *path), f"{FSDP2}.reshard_after_forward", *path)
         return
-    strategy = dict(zip("12345", STRATEGIES, strict=True)).get(value, value)
+    put_strategy(foreign, dict(zip("12345", STRATEGIES, strict=True)).get(value, value), *path)
+
+
+def put_strategy(foreign: Foreign, strategy: str, *path: str) -> None:
+    """A sharding strategy of FSDP1, by its name."""
+    strategy = strategy.upper().removeprefix("_")
     if strategy not in STRATEGIES:
-        raise foreign.wrong(f"{value} is not one of {', '.join(STRATEGIES)}. {_STRATEGY_REMEDY}", *path)
+        raise foreign.wrong(f"{strategy} is not one of {', '.join(STRATEGIES)}. {_STRATEGY_REMEDY}", *path)
     if strategy == "NO_SHARD":
         foreign.put("ddp", "parallelism", *path)
         return

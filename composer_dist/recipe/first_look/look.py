@@ -49,11 +49,11 @@ def read_sections(file: Path, assignments: Sequence[str]) -> tuple[Document, Pro
     for section in ("optimizer", "scheduler"):
         if isinstance(name := document.values.get(section), str):
             document.values[section] = {"name": name}
-    _check_outline(document.values, problems)
+    check_outline(document.values, problems)
     return document, problems, problems.check(Run, document.values)
 
 
-def _check_outline(values: dict[str, Any], problems: Problems) -> None:
+def check_outline(values: dict[str, Any], problems: Problems) -> None:
     """What the sections name, and the arguments of what is known by a short name."""
     if isinstance(trainer := values.get("trainer"), dict):
         if trainer.get("max_duration") is None:

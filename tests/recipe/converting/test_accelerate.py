@@ -65,6 +65,8 @@ def test_accelerates_file_becomes_a_parallelism(tmp_path: Path) -> None:
             {"fsdp2": {"reshard_after_forward": False}},
         ),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, "ddp"),
+        ({"fsdp": "hybrid_shard_zero2", "output_dir": "out"},
+         {"fsdp2": {"reshard_after_forward": False}, "strategy": "hsdp"}),
         (
             {"distributed_type": "FSDP", "fsdp_config": {"fsdp_reshard_after_forward": "HYBRID_SHARD_ZERO2"}},
             {"fsdp2": {"reshard_after_forward": False}, "strategy": "hsdp"},
@@ -115,6 +117,7 @@ def test_accelerates_other_files(given: dict[str, Any], parallelism: Any) -> Non
             {"fsdp": "shard_grad_op auto_wrap offload", "output_dir": "out"},
             {"parallelism": {"fsdp2": {"reshard_after_forward": False, "cpu_offload": True}}},
         ),
+        ({"fsdp": "no_shard auto_wrap offload", "output_dir": "out"}, {"parallelism": "ddp"}),
         (
             {"ddp_find_unused_parameters": False, "ddp_bucket_cap_mb": 50, "ddp_broadcast_buffers": True,
              "ddp_static_graph": True, "gradient_checkpointing": True},

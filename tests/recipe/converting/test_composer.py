@@ -85,6 +85,7 @@ CONVERTED: dict[str, Any] = {
         "context": 64,
         "shuffle": True,
         "workers": 0,
+        "drop_last": True,
     },
     "optimizer": {"name": "adamw", "lr": 2e-4, "betas": [0.9, 0.95], "weight_decay": 1e-5 / 2e-4},
     "scheduler": {"name": "cosine", "t_warmup": "1ba", "alpha_f": 0.1},
@@ -106,7 +107,7 @@ CONVERTED: dict[str, Any] = {
 }
 LEFT = {
     "max_seq_len": 0, "model.use_flash_attention_2": 10, "train_loader.dataset": 16,
-    "train_loader.drop_last": 23, "eval_interval": 30, "dist_timeout": 35,
+    "train_loader.dataset.target_responses": 16, "eval_interval": 30, "dist_timeout": 35,
     "fsdp_config.limit_all_gathers": 42, "callbacks.speed_monitor.time_unit": 47, "save_filename": 52,
 }  # fmt: skip
 """Keys without a counterpart, by their lines."""
@@ -122,6 +123,24 @@ def test_a_run_of_llm_foundry_becomes_ours_and_the_rest_is_listed_by_line(tmp_pa
     found = {one.key: one.line for one in done.remarks}
     assert found == {key: line for key, line in LEFT.items() if line}
     assert not any(one.undecided for one in done.remarks)
+
+
+def test_defaults_and_options_that_change_what_is_trained() -> None:
+    text = FOUNDRY.replace("betas: [0.9, 0.95], ", "").replace("drop_last: true", "drop_last: false")
+    given = yaml.safe_load(text)
+    given["train_loader"]["dataset"]["target_responses"] = "last"
+    given["eval_loader"], given["eval_interval"] = given["train_loader"], 0
+    given["callbacks"] = {"early_stopper": {"monitor": "LanguageCrossEntropy", "dataloader_label": "eval"}}
+    done = convert_values(given)
+    assert done.values["optimizer"]["betas"] == [0.9, 0.95]
+    assert done.values["data"]["drop_last"] is False
+    assert "evaluate" not in done.values["data"]
+    assert "eval_interval" not in done.values["trainer"]
+    assert done.values["callbacks"]["early_stopping"] == {"monitor": "metrics/eval/LanguageCrossEntropy"}
+    said = {one.key: one for one in done.remarks}
+    assert said["train_loader.dataset.target_responses"].undecided
+    assert "0 means no evaluation" in said["eval_interval"].text
+    assert "callbacks.early_stopper.dataloader_label" not in said
 
 
 @pytest.mark.slow

@@ -157,7 +157,8 @@ def test_a_file_of_lightnings_command_line(tmp_path: Path) -> None:
     done = convert_file(file)
     values = done.values
     until = {"metric": "loss/eval/total", "patience": 2, "at_most": "1ep"}
-    assert [one.get("until") for one in values["phases"]["schedule"]] == [until, None]
+    last = {"metric": "loss/eval/total", "patience": 2}  # which ends the run
+    assert [one.get("until") for one in values["phases"]["schedule"]] == [until, last]
     assert values["phases"]["restore_best"] is False
     assert values["checkpoints"] == {"monitor": "metrics/eval/acc", "mode": "max", "save_top_k": 1}
     assert values["trainer"] == {
@@ -173,6 +174,49 @@ def test_a_file_of_lightnings_command_line(tmp_path: Path) -> None:
     assert values["scheduler"] == {"name": "torch.optim.lr_scheduler.StepLR", "step_size": 1}
     assert {one.key for one in done.remarks if one.undecided} == {"model"}
     assert "trainer.callbacks.3" in {one.key for one in done.remarks}
+
+
+def test_every_argument_of_the_callbacks_is_accounted_for() -> None:
+    def callback(name: str, **arguments: Any) -> dict[str, Any]:
+        return {"class_path": f"finetuning_scheduler.{name}", "init_args": arguments}
+
+    phases = {0: {"params": ["a"]}, 1: {"params": ["b"]}}
+    schedule = callback("FinetuningScheduler", ft_schedule=phases, unheard_of=1)
+    stopping = callback("FTSEarlyStopping", stopping_threshold=0.1, check_finite=True)
+    saving = callback("FTSCheckpoint", every_n_epochs=5, save_weights_only=True, dirpath="mine", filename="m")
+    trainer = {"max_epochs": 30, "max_steps": 1000, "callbacks": [schedule, stopping, saving]}
+    done = convert_values({"seed_everything": 1, "trainer": trainer})
+    assert done.values["checkpoints"] == {"interval": "5ep", "weights_only": True, "folder": "mine"}
+    assert done.values["trainer"]["max_duration"] == "1000ba"
+    path = "trainer.callbacks.{}.init_args.{}"
+    said = {one.key: one.undecided for one in done.remarks}
+    assert said == {
+        path.format(0, "unheard_of"): False,
+        path.format(1, "stopping_threshold"): False,
+        path.format(1, "check_finite"): False,
+        path.format(2, "filename"): False,
+        "trainer.max_steps": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parallelism"),
+    [
+        ("ddp_find_unused_parameters_true", {"ddp": {"find_unused_parameters": True}}),
+        ("SHARD_GRAD_OP", {"fsdp2": {"reshard_after_forward": False}}),
+        ("HYBRID_SHARD", {"fsdp2": {"reshard_after_forward": True}, "strategy": "hsdp"}),
+        ("NO_SHARD", "ddp"),
+    ],
+)
+def test_strategies_of_lightning(strategy: str, parallelism: Any) -> None:
+    if strategy.isupper():
+        options = {"sharding_strategy": strategy, "activation_checkpointing_policy": ["torch.nn.Linear"]}
+        given: Any = {"class_path": "lightning.pytorch.strategies.FSDPStrategy", "init_args": options}
+    else:
+        given = strategy
+    done = convert_values({"seed_everything": 1, "trainer": {"strategy": given}})
+    assert done.values["parallelism"] == parallelism
+    assert len(done.remarks) == strategy.isupper()  # of the policy
 
 
 def test_epochs_alone(tmp_path: Path) -> None:
