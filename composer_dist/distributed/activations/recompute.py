@@ -209,7 +209,8 @@ class _Outside:
 
     def enter(self, block: nn.Module) -> None:
         """Note the values, if this is the forward of the model's first recomputed block."""
-        self._first = self._first or block
+        if self._first is None:
+            self._first = block
         if block is self._first:
             self._tensors = self._held()
             self._before, self._changed = self._watch.before(block, self._tensors), None

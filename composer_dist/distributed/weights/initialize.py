@@ -12,6 +12,7 @@ generators seeded by its module's name, so values depend on neither the world si
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from itertools import chain, zip_longest
 from math import prod
 from typing import Any
@@ -217,7 +218,8 @@ def _find_initializers(
         elif tuners and _in_adapter(name, tuners):
             continue  # its tuner layer comes later and initializes it
         elif name in tuners and hasattr(module, "reset_lora_parameters"):
-            yield Initializer(name, "reset_lora_parameters", partial(_reset_lora, module))
+            kinds = _lora_inits(name, modules)
+            yield Initializer(name, "reset_lora_parameters", partial(_reset_lora, module, kinds))
         elif hugging_face is not None:
             yield Initializer(name, "_init_weights", partial(hugging_face._init_weights, module))
         elif name in bare:
@@ -276,6 +278,34 @@ def _in_adapter(name: str, tuners: Mapping[str, Sequence[str]]) -> bool:
     return any(key in tuners.get(parent, ()) for parent, _, key in split)
 
 
-def _reset_lora(layer: Any) -> None:
-    for adapter in layer.r:
-        layer.reset_lora_parameters(adapter, init_lora_weights=True)
+def _lora_inits(name: str, modules: Mapping[str, nn.Module]) -> dict[str, bool | str]:
+    """The `init_lora_weights` of each adapter in a layer of peft.
+
+    Raises:
+        ParallelismValueError: one of them needs the weights of the model below the adapter.
+    """
+    layer: Any = modules[name]
+    found: Iterator[Any] = (getattr(modules[above], "peft_config", None) for above in ancestors(name))
+    configs: Mapping[str, Any] = next(filter(None, found), {})
+    kinds = {one: getattr(configs.get(one), "init_lora_weights", True) for one in layer.r}
+    for adapter, kind in kinds.items():
+        if not isinstance(kind, bool) and kind != "gaussian":
+            raise ParallelismValueError(
+                f"init_lora_weights={kind!r} of the adapter {adapter!r} cannot be repeated from meta. Build "
+                "the model outside of init_context, or use True, False or 'gaussian'."
+            )
+    return kinds
+
+
+def _reset_lora(layer: Any, kinds: Mapping[str, bool | str]) -> None:
+    for adapter, kind in kinds.items():
+        if not kind:  # as the layers are made
+            tables = (getattr(layer, name) for name in layer.adapter_layer_names if hasattr(layer, name))
+            for made in (table[adapter] for table in tables if adapter in table):
+                nn.init.normal_(made) if isinstance(made, nn.Parameter) else made.reset_parameters()
+        elif "init_lora_weights" in signature(layer.reset_lora_parameters).parameters:
+            layer.reset_lora_parameters(adapter, kind)
+        else:
+            layer.reset_lora_parameters(adapter)
+        if hasattr(layer, "ranknum"):  # of AdaLoRA
+            nn.init.constant_(layer.ranknum[adapter], layer.r[adapter])

@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import get_peft_model
 from torch import nn
 
 from composer_dist.config.rule import Rule
 from composer_dist.distributed import init_context, meta_init, parallelize_model
 from composer_dist.distributed.weights.initialize import assert_no_meta
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from tests.kit import huggingface as hf
 from tests.kit.compare import fails_alike, same, values
 from tests.kit.grids import in_the_default_run
 from tests.kit.meshes import config
@@ -254,3 +256,39 @@ def test_recurrent_weights_that_stay_whole_are_the_ones_it_computes_with() -> No
     model.eval()(torch.ones(2, 4, dtype=torch.long)).sum().backward()
     same(values(model), expected)
     assert all(p.grad is not None for p in model.lstm.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.promise(118)
+@pytest.mark.parametrize("kind", [True, False, "gaussian"])
+def test_adapters_are_initialized_as_their_configuration_says(kind: Any) -> None:
+    def spread(model: nn.Module) -> list[float]:
+        named = model.named_parameters()
+        return [float(one.detach().std()) for name, one in named if "lora_" in name and one.ndim == 2]
+
+    options: Any = {"init_lora_weights": kind, "target_modules": ["q_proj", "embed_tokens"], "r": 16}
+    torch.manual_seed(0)
+    real = spread(hf.lora(hf.llama(), **options))
+    with init_context():
+        model = hf.lora(hf.llama(), **options)
+    meta_init(model)
+    assert spread(model) == pytest.approx(real, rel=0.2, abs=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_that_need_the_model_below_them_are_not_made_from_meta() -> None:
+    with init_context():
+        model = hf.lora(hf.llama(), init_lora_weights="gaussian")
+    model.peft_config["default"].init_lora_weights = "pissa"
+    with pytest.raises(ParallelismValueError, match="init_lora_weights='pissa' of the adapter 'default'"):
+        meta_init(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adalora_is_initialized_from_meta() -> None:
+    with init_context():
+        model = get_peft_model(hf.llama(), hf.ADAPTERS["adalora"]())
+    meta_init(model)
+    for name, value in model.named_parameters():
+        if "lora_" in name:
+            assert float(value.detach().std()) == pytest.approx(0.02 * ("lora_E" not in name), rel=0.5), name
