@@ -40,6 +40,7 @@ from composer_dist.distributed.forwards import Layer, without_cache
 from composer_dist.distributed.training.changes import Before, Watch
 from composer_dist.distributed.wishes import CheckFn, Wishes
 from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.structure.names import canonical_name
 from composer_dist.structure.structure import Structure, read_structure
 from composer_dist.tensors.nested import copied, everything_in
 from composer_dist.wording import listed
@@ -95,7 +96,7 @@ def checkpoint_modules(
 
     Args:
         model: the root; changed in place. Only "wrapped" replaces modules in it.
-        names: as in `named_modules`.
+        names: as in `named_modules`, without the segments of wrappers.
         mode: from `ac_mode`, except "memory_budget", which is for the compiler.
         options: from `ac_mode`, without `every`.
         host: the device to which activations are offloaded.
@@ -103,7 +104,9 @@ def checkpoint_modules(
     Raises:
         ParallelismValueError: see `check_modules`; the model is unchanged.
     """
-    modules = dict(model.named_modules())
+    modules: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        modules.setdefault(canonical_name(path), module)  # a wrapper comes before the module it wraps
     check_modules(modules, names, mode)
     options = dict(options)
     offload = options.pop("offload", mode == "offload")
@@ -209,8 +212,7 @@ class _Outside:
 
     def enter(self, block: nn.Module) -> None:
         """Note the values, if this is the forward of the model's first recomputed block."""
-        if self._first is None:
-            self._first = block
+        self._first = block if self._first is None else self._first
         if block is self._first:
             self._tensors = self._held()
             self._before, self._changed = self._watch.before(block, self._tensors), None

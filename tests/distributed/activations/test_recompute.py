@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from composer_dist.distributed import apply_ac, named_parameters_canonical
+from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.distributed import apply_ac, named_parameters_canonical, parallelize_model
 from composer_dist.distributed.activations.options import ac_mode
 from composer_dist.distributed.activations.plan import checkpointed_modules
 from composer_dist.distributed.activations.recompute import checkpoint_modules
@@ -22,6 +23,7 @@ from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError, 
 from tests.kit.compare import same, same_parameters
 from tests.kit.huggingface import dropping_gpt2, llama
 from tests.kit.meshes import mine
+from tests.kit.models import B, batch
 from tests.kit.planning import BLOCKS, Dropping, DroppingBlock, checkpointed, dropping_gradients, ids
 from tests.kit.toy import sharded
 from tests.kit.world import on_ranks
@@ -61,6 +63,23 @@ def test_every_mode_gives_the_same_gradients_under_the_same_names(value: Any) ->
 
 
 @pytest.mark.promise(26)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by the compiler
+@pytest.mark.parametrize("mode", ["composable", "wrapped"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_models_and_blocks_that_the_user_has_compiled(mode: str, whole: bool) -> None:
+    plain = B()
+    model = copy.deepcopy(plain)
+    if whole:
+        prepared: Any = torch.compile(model, backend="aot_eager")
+    else:
+        prepared = model
+        model.layers = nn.ModuleList([torch.compile(one, backend="aot_eager") for one in model.layers])
+    parallelize_model(prepared, ParallelismConfig(activation_checkpointing=mode))
+    for one in (prepared, plain):
+        one(batch(plain)).square().mean().backward()
+    same_parameters(prepared, plain, gradients=True)
+
+
 def test_composable_keeps_objects_signatures_and_deep_copies() -> None:
     model, plain = checkpointed("composable")
     blocks = list(model.layers)
