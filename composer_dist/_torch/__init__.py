@@ -18,4 +18,5 @@ from composer_dist._torch.reductions import *
 from composer_dist._torch.replication import *
 from composer_dist._torch.sharding import *
 from composer_dist._torch.tensors import *
+from composer_dist._torch.unit_hooks import *
 from composer_dist._torch.whole_gradients import *

@@ -1,12 +1,17 @@
-"""FSDP2's own hooks of a unit, with the same effects in less time."""
+"""FSDP2's own hooks of a unit: with the same effects in less time, or held back."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
 from types import MethodType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
 from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from composer_dist._torch.backward import is_transforming
@@ -37,6 +42,25 @@ def shorten_hooks(module: FSDPModule) -> None:
             (state._modules[0]._forward_hooks, state._post_forward_hook_handle),
         ):
             hooks[handle.id] = _wrapped_once(hooks[handle.id])
+
+
+@contextmanager
+def shards_kept(model: nn.Module) -> Iterator[None]:
+    """Inside, FSDP2 does not take what is loaded into modules, or converted in them, for its own shards.
+
+    It does so after `load_state_dict` and `to`; each module that holds a parameter has a hook for it. Since
+    torch 2.6.
+    """
+    hooks = chain.from_iterable(one._load_state_dict_post_hooks.values() for one in model.modules())
+    cells = chain.from_iterable(getattr(hook, "__closure__", None) or () for hook in hooks)
+    params = [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, FSDPParam)]
+    for param in params:
+        vars(param)["reset_sharded_param"] = lambda: None
+    try:
+        yield
+    finally:
+        for param in params:
+            vars(param).pop("reset_sharded_param", None)  # one may have several hooks
 
 
 def _hook_leaves_once(state: Any) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from composer_dist import _torch
 from composer_dist.distributed.moving.gather import gather
 from composer_dist.distributed.moving.scatter import write_full
 from composer_dist.distributed.prepared import check_usable, reshard
@@ -67,7 +68,8 @@ def summon_full_params(
         for one in summoned:
             if one.full is not None:
                 _register(one.places, one.full)
-        yield
+        with _torch.shards_kept(model):
+            yield
         if writeback and summoned:
             _write_back(summoned, rank0_only, with_grads)
     finally:

@@ -80,6 +80,21 @@ def test_changes_are_kept_or_dropped_and_training_goes_on(writeback: bool, rank0
     torch.testing.assert_close(state(model)[name], reference.state_dict()[name])
 
 
+@pytest.mark.parametrize("part", ["", "layers.1", "layers.1.up"])
+@on_ranks(2)
+def test_states_are_loaded_and_dtypes_converted_inside(part: str) -> None:
+    model, reference = sharded(stateful()).eval(), stateful().eval()
+    for each in (model, reference):
+        with summon_full_params(each.get_submodule(part)):
+            inside = each.get_submodule(part)
+            inside.load_state_dict({name: one + 1 for name, one in inside.state_dict().items()})
+            inside.to(torch.float32)
+    outputs = [each(six_tokens()) for each in (model, reference)]
+    torch.testing.assert_close(*outputs)
+    equal(state(model), tensors(reference.state_dict()))
+    outputs[0].sum().backward()
+
+
 @on_ranks(2)
 def test_a_leaf_and_without_recursion() -> None:
     model = stateful().eval()
