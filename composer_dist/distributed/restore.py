@@ -7,6 +7,7 @@ forgotten. Tensors are left out. What other code has changed since stays as it i
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -107,6 +108,8 @@ class Changes:
     modules: dict[nn.Module, _ModuleChange]
     cut: list[str]
     """The parameters that were DTensors before."""
+    wrappers: dict[nn.Module, _ModuleThen] = field(default_factory=dict)
+    """The modules that stand for others since, as they were after the preparation."""
 
     def user_cuts(self) -> Iterator[str]:
         """Why the tensors cannot be made what they were."""
@@ -125,6 +128,17 @@ class Changes:
             _, ours = one.values.get((None, "forward"), (None, _ABSENT))
             if ours is not _ABSENT and vars(module).get("forward") is not ours:
                 yield f"other code has set a forward on top of the prepared one of a {kind}; take it off."
+            for (name, key), (_, wrapper) in one.values.items():
+                if name != "_modules" or (then := self.wrappers.get(wrapper)) is None:
+                    continue
+                is_there = module._modules.get(key) is wrapper
+                if not is_there:
+                    yield f"other code has replaced, moved or removed {key} of a {kind}; put it back."
+                elif others := sorted(_of_others(wrapper, then)):
+                    yield (
+                        f"other code has set {listed(others)} on {key} of a {kind}, which wraps a module and "
+                        f"is taken away; set it on {key}._checkpoint_wrapped_module."
+                    )
 
     def put_back(self) -> None:
         """Make the modules what they were."""
@@ -150,6 +164,14 @@ class Changes:
                 own["_composer_dist"] = one.known
 
 
+def _of_others(wrapper: nn.Module, then: _ModuleThen) -> Iterator[str]:
+    """What other code has set on a wrapper since."""
+    yield from wrapper._buffers
+    for (name, key), _, now in then.changes(wrapper):
+        if now is not _ABSENT:
+            yield key if name is None else f"a hook ({name.strip('_')})"
+
+
 @contextmanager
 def changes_noted(model: nn.Module) -> Iterator[None]:
     """Note in the record of `model` what the body changes in its modules, after what is noted there."""
@@ -168,3 +190,8 @@ def changes_noted(model: nn.Module) -> Iterator[None]:
         one.note(was.changes(module))
         if one.values or one.hooks or one.kind is not one.now or of(module) is not None:
             noted[module] = one
+    made = {one for one in model.modules() if one not in before}
+    places = chain.from_iterable(one.values.items() for one in noted.values())
+    stand_ins = made.intersection(now for (name, _), (_, now) in places if name == "_modules")
+    for wrapper in {*known.changes.wrappers, *stand_ins}:
+        known.changes.wrappers[wrapper] = _ModuleThen.read(wrapper)

@@ -184,6 +184,45 @@ def test_small_tensors_are_gathered_together() -> None:
 
 
 @pytest.mark.promise(114)
+@pytest.mark.parametrize("how", ["hook", "buffer", "forward", "moved"])
+@on_ranks(2)
+def test_what_other_code_has_done_to_wrappers_is_named(how: str) -> None:
+    model = built(Decoder)
+    optimizer = adam(model)
+    parallelize_model(model, config(activation_checkpointing="wrapped"), optimizer)
+    step(model, optimizer, 0)
+    first: Any = model.layers[0]
+    match how:
+        case "hook":
+            handle = first.register_forward_hook(lambda *_: None)
+        case "buffer":
+            first.register_buffer("seen", torch.ones(1))
+        case "forward":
+            first.forward = first.forward.__get__(first)
+        case "moved":
+            model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
+    said = {
+        "hook": "other code has set a hook (forward_hooks) on 0 of a ModuleList",
+        "buffer": "other code has set seen on 0",
+        "forward": "other code has set forward on 0",
+        "moved": "other code has replaced, moved or removed 0",
+    }
+    with fails_alike(ParallelismRuntimeError, said[how]):
+        unparallelize_model(model, optimizer)
+    match how:
+        case "hook":
+            handle.remove()
+        case "buffer":
+            del first.seen
+        case "forward":
+            del first.forward
+        case "moved":
+            model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
+    unparallelize_model(model, optimizer)
+    step(model, optimizer, 1)
+
+
+@pytest.mark.promise(114)
 @on_ranks(2)
 def test_what_cannot_be_undone_is_refused_and_the_model_stays_prepared() -> None:
     model = built(Decoder)
