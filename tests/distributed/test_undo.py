@@ -1,6 +1,7 @@
 """The way back from every mode: a plain model, as one that was never prepared, with its training going on."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -198,7 +199,7 @@ def test_what_other_code_has_done_to_wrappers_is_named(how: str) -> None:
         case "buffer":
             first.register_buffer("seen", torch.ones(1))
         case "forward":
-            first.forward = first.forward.__get__(first)
+            first.forward = functools.partial(first.forward)
         case "moved":
             model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
     said = {
