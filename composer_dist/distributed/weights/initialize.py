@@ -9,12 +9,13 @@ one rank runs it in full and delivers the tensors. Components are independent, a
 generators seeded by its module's name, so values depend on neither the world size, the mesh nor the order.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import chain, zip_longest
-from math import prod
+from math import inf, prod
 from typing import Any
 from zlib import crc32
 
@@ -75,7 +76,8 @@ def find_components(
 ) -> list[Component]:
     """Trace and group the initializers that write the `needed` tensors; the model is not changed."""
     initializers = list(_find_initializers(structure, needed, param_init_fn))
-    trace(structure, initializers)
+    counts = trace(structure, initializers)
+    _warn_of_others(structure, initializers, needed, counts)
     written = {name for initializer in initializers for name in initializer.writes}
     written -= {name for name in needed if structure.tensors[name].info.inner}  # they write dense values
     missing: dict[str, list[str]] = {}
@@ -90,6 +92,25 @@ def find_components(
             "rank 0."
         )
     return list(_group(structure, initializers, needed))
+
+
+def _warn_of_others(
+    structure: Structure, initializers: Sequence[Initializer], needed: set[str], counts: Mapping[str, float]
+) -> None:
+    """Warn of tensors into which the model's constructor wrote more often than the initializers do."""
+    others = {name for one in initializers if one.label != "reset_parameters" for name in one.writes}
+    more = []
+    for name in sorted(needed - others):
+        tensor = structure.tensors[name].get()
+        if not tensor.is_inference() and tensor._version > counts.get(name, inf):
+            more.append(name)
+    if more:
+        warnings.warn(
+            f"{listed(more, 4)} were initialized by more than the reset_parameters of their modules when the "
+            "model was built, or since. From meta, only that is repeated. Give a class that initializes its "
+            "modules a param_init_fn, or pass param_init_fn, or build real weights on rank 0.",
+            stacklevel=2,
+        )
 
 
 def agree_on_components(

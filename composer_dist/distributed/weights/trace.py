@@ -2,9 +2,11 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -33,11 +35,16 @@ class Initializer:
     """All that it does, if these are only operations on each element by itself."""
 
 
-def trace(structure: Structure, initializers: list[Initializer], watched: bool = False) -> None:
+def trace(
+    structure: Structure, initializers: list[Initializer], watched: bool = False
+) -> Mapping[str, float]:
     """Run the initializers on meta copies and record what they do; the model is not changed.
 
     Args:
         watched: find out which of them draw from Python's or NumPy's generators. Done if any does.
+
+    Returns:
+        How many operations write into each tensor, by name; infinity if that is unknown.
     """
     before = {name: [p.get() for p in held.places] for name, held in structure.tensors.items()}
     below: dict[str, list[str]] = {}
@@ -67,12 +74,14 @@ def trace(structure: Structure, initializers: list[Initializer], watched: bool =
                     if not (recorder.lacked_values or isinstance(error, NotImplementedError)):
                         raise
                     recorder.writes.update(mine)  # it looks at values, so it may do anything to its own
+                    recorder.counts.update(dict.fromkeys(mine, inf))
                     recorder.program = None
                 for name in mine:
                     now = structure.tensors[name].get()
                     key = _torch.storage_key(now)
                     if recorder.names.get(key) != name:  # rebound to another tensor or storage
                         recorder.writes.add(name)
+                        recorder.counts[name] = inf
                         recorder.program = None
                         recorder.names[key] = name
                         kept.append(now)
@@ -87,8 +96,7 @@ def trace(structure: Structure, initializers: list[Initializer], watched: bool =
         for name, held in structure.tensors.items():
             for place, old in zip(held.places, before[name], strict=True):
                 place.put(old)
-    if again:
-        trace(structure, initializers, watched=True)
+    return trace(structure, initializers, watched=True) if again else recorder.counts
 
 
 def _other_states() -> tuple[Any, ...]:
@@ -115,6 +123,8 @@ class _Recorder(_torch.TorchDispatchMode):
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names = names
+        self.counts: dict[str, float] = defaultdict(int)
+        """How often each tensor was written."""
         self.start()
 
     def start(self) -> None:
@@ -143,6 +153,7 @@ class _Recorder(_torch.TorchDispatchMode):
                 devices.add(tensor.device.type)
                 if (writes or not view) and (name := self.names.get(_torch.storage_key(tensor))) is not None:
                     (self.writes if writes else self.reads).add(name)
+                    self.counts[name] += writes
                     touched = touched or name
         if touched or draws:
             self._add(Operation.of(func, touched, args, kwargs) if touched and writes_first else None)
@@ -158,7 +169,9 @@ class _Recorder(_torch.TorchDispatchMode):
     def take(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record a function that fills its first argument and is no operation."""
         name = self.names.get(_torch.storage_key(args[0]))
-        self.writes.update([name] if name else ())
+        if name:
+            self.writes.add(name)
+            self.counts[name] = inf
         self._add(Operation.of(func, name, args, kwargs) if name else None)
         return args[0]
 

@@ -191,6 +191,36 @@ class Bare(nn.Module):
         return x @ self.weight + self.table
 
 
+class InitializesItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        nn.init.normal_(self.inner.weight, std=0.02)
+
+
+class InitializesItselfFromMeta(InitializesItself):
+    def param_init_fn(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+
+
+@pytest.mark.promise(118)
+def test_what_a_constructor_initializes_otherwise_is_said() -> None:
+    with init_context():
+        model = InitializesItself()
+    with pytest.warns(
+        UserWarning, match=r"^inner\.weight were initialized by more than the reset_parameters"
+    ):
+        meta_init(model)
+    with init_context():
+        model = InitializesItselfFromMeta()
+    meta_init(model)
+    assert float(model.inner.weight.detach().std()) < 0.05
+
+
 @pytest.mark.promise(39, 87)
 @on_ranks(2)
 def test_a_tensor_without_initializer_is_refused_by_class() -> None:
