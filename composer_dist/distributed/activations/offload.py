@@ -104,7 +104,8 @@ def unpack(packed: Packed) -> torch.Tensor:
         if (now := _torch.version(one.tensor)) != one.version:
             raise ParallelismRuntimeError(
                 f"A tensor of shape {tuple(tensor.shape)} that backward needs was changed in place "
-                "after forward saved it. Use an operation that returns a new tensor (relu for relu_). "
+                "after forward saved it. Use an operation that returns a new tensor (relu for relu_), or, if "
+                "torch changes it, as in a GRU, activation_checkpointing='composable'. "
                 f"It is at version {now}; expected version {one.version}."
             )
     return tensor
