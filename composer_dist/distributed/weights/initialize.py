@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from composer_dist import _torch
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.optimizers.check import check_refills
 from composer_dist.distributed.ranks.agreement import Agreement
@@ -99,12 +100,8 @@ def _warn_of_others(
 ) -> None:
     """Warn of tensors into which the model's constructor wrote more often than the initializers do."""
     others = {name for one in initializers if one.label != "reset_parameters" for name in one.writes}
-    more = []
-    for name in sorted(needed - others):
-        tensor = structure.tensors[name].get()
-        if not tensor.is_inference() and tensor._version > counts.get(name, inf):
-            more.append(name)
-    if more:
+    written = {name: _torch.version(structure.tensors[name].get()) for name in sorted(needed - others)}
+    if more := [name for name, count in written.items() if count > counts.get(name, inf)]:
         warnings.warn(
             f"{listed(more, 4)} were initialized by more than the reset_parameters of their modules when the "
             "model was built, or since. From meta, only that is repeated. Give a class that initializes its "
