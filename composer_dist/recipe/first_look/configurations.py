@@ -3,7 +3,7 @@
 import ast
 import re
 import runpy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,8 +21,11 @@ class Keys(NamedTuple):
     fields: Collection[str]
 
 
-def imported_keys(model_type: str) -> Keys:
-    """Those of transformers' class."""
+_ALWAYS = {"model_type", "torch_dtype"}
+
+
+def imported_keys(model_type: str, wanted: Set[str] = frozenset()) -> Keys:
+    """Those of transformers' class; all of them, whatever is wanted."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
@@ -30,13 +33,18 @@ def imported_keys(model_type: str) -> Keys:
     return Keys(kind.__name__, fields | kind.attribute_map.keys())
 
 
-def written_keys(model_type: str) -> Keys | None:
-    """The same from the source; None if that is not written as expected."""
+def written_keys(model_type: str, wanted: Set[str] = frozenset()) -> Keys | None:
+    """The same from the source; None if that is not written as expected.
+
+    Args:
+        model_type: what `written_types` has.
+        wanted: if given, base classes are read only if keys of these are still missing.
+    """
     types, folders = _written()
     folder = folders.get(model_type, model_type).replace("-", "_")
     try:
         kind = types[model_type]
-        fields, renamed = _fields(_models() / folder / f"configuration_{folder}.py", kind)
+        fields, renamed = _fields(_models() / folder / f"configuration_{folder}.py", kind, wanted)
     except (OSError, LookupError, SyntaxError, TypeError, ValueError):
         return None
     return Keys(kind, fields | (renamed or set()))
@@ -50,7 +58,7 @@ def written_types() -> Collection[str]:
 def check_configuration(
     config: Mapping[str, Any],
     types: Collection[str],
-    keys_of: Callable[[str], Keys | None],
+    keys_of: Callable[[str, Set[str]], Keys | None],
     problems: Problems,
 ) -> None:
     """Find misspelled keys, which transformers would ignore.
@@ -58,7 +66,7 @@ def check_configuration(
     Args:
         config: the arguments of a configuration, and its `model_type`.
         types: all `model_type`s, or none if they are unknown.
-        keys_of: gives the keys of one of them.
+        keys_of: gives the keys of one of them, all if one that is wanted is not among them.
         problems: what is found is added to them.
     """
     path = ("model", "config")
@@ -68,11 +76,11 @@ def check_configuration(
         if types:
             near = near_miss(str(kind), types)
             problems.add(f"transformers has no model {kind!r}.{near}", *path, "model_type")
-    elif (keys := keys_of(kind)) is not None:
+    elif (keys := keys_of(kind, config.keys() - _ALWAYS)) is not None:
         known = {*keys.fields, "num_labels", "attn_implementation"}  # of the constructor alone
         for key in config.keys() & {"dtype", "torch_dtype"}:
             problems.add("the dtype of the weights is model.dtype here", *path, key)
-        for key in config.keys() - known - {"model_type", "torch_dtype"}:
+        for key in config.keys() - known - _ALWAYS:
             text = f"unknown key {key!r}: {keys.kind} does not have it.{near_miss(str(key), known)}"
             problems.add(text, *path, key)
 
@@ -100,13 +108,13 @@ _PAIRS = re.compile(r'"([\w.-]+)": "(\w+Config)"')
 """A `model_type` and its class in a dictionary."""
 
 
-def _fields(file: Path, name: str) -> tuple[set[str], set[str] | None]:
+def _fields(file: Path, name: str, wanted: Set[str]) -> tuple[set[str], set[str] | None]:
     """The annotated attributes of a class and its bases, and the keys of the nearest `attribute_map`."""
     file = file if file.exists() else file.with_suffix("") / "__init__.py"
     tree = ast.parse(file.read_text())
     kind = next((one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == name), None)
     if kind is None:
-        return _fields(*_imported(name, tree, file))
+        return _fields(*_imported(name, tree, file), wanted)
     fields, renamed = set(), None
     for one in kind.body:
         match one:
@@ -117,7 +125,9 @@ def _fields(file: Path, name: str) -> tuple[set[str], set[str] | None]:
             case ast.Assign(targets=[ast.Name(id="attribute_map")]):
                 renamed = set(ast.literal_eval(one.value))
     for base in map(ast.unparse, kind.bases):
-        inherited, elsewhere = _fields(file, base)
+        if wanted and wanted <= fields | (renamed or set()):
+            break
+        inherited, elsewhere = _fields(file, base, wanted)
         fields |= inherited
         renamed = elsewhere if renamed is None else renamed
     return fields, renamed
