@@ -91,9 +91,12 @@ def _find(path: Path) -> Path:
     others = sorted(file.name for file in path.glob("*.safetensors"))
     if known or len(others) == 1:
         return path / (known or others)[0]
+    there = others or sorted(file.name for file in path.iterdir())[:10]
+    pickled = [name for name in there if name.endswith((".bin", ".pt", ".pth"))]
+    remedy = f" Pass the file itself: {path / pickled[0]}." if pickled else ""
     raise CheckpointValueError(
         f"{path} has neither {', '.join(_KNOWN)} nor a single other *.safetensors file; it has: "
-        f"{', '.join(others or sorted(file.name for file in path.iterdir())[:10]) or 'nothing'}."
+        f"{', '.join(there) or 'nothing'}.{remedy}"
     )
 
 

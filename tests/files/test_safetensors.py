@@ -194,7 +194,7 @@ def test_what_is_looked_for_where(tmp_path: Path) -> None:
 
     refused(r"nor a single other .*; it has: nothing")
     (tmp_path / "pytorch_model.bin").touch()
-    refused("it has: pytorch_model.bin")
+    refused(r"it has: pytorch_model\.bin\. Pass the file itself: .*/pytorch_model\.bin\.")
     refused("load_full_model_state", tmp_path / "pytorch_model.bin")
     refused("There is no file or directory .*none here", tmp_path / "none")
     save_file(STATE, tmp_path / "own.safetensors")
