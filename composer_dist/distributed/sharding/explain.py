@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
 from composer_dist.distributed import forwards
@@ -45,7 +46,29 @@ def _explain_class(kind: type[nn.Module]) -> None:
     for name, method in methods.items():
         if isinstance(method, FunctionType) and not name.startswith("_") and not hasattr(nn.Module, name):
             setattr(kind, name, explained(method))
+    setattr(kind, "load_state_dict", _checked(kind.load_state_dict))  # noqa: B010 - not a new method for mypy
     refuse_copy(kind)
+
+
+def _checked(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`load_state_dict` of a unit's module that refuses whole tensors for shards by name.
+
+    Torch refuses them in other words, and with `assign=True` after it has put them in place of the shards.
+    """
+
+    @functools.wraps(load)
+    def call(self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        shards = [name for name, one in self.named_parameters() if isinstance(one, DTensor)]
+        given = {name: value for name in shards if isinstance(value := state_dict.get(name), torch.Tensor)}
+        if whole := [name for name, value in given.items() if not isinstance(value, DTensor)]:
+            raise ParallelismRuntimeError(
+                f"{listed(whole, 3)} of the state is a whole tensor, but the model's is sharded. Call "
+                "load_full_model_state(model, state) on all ranks, or load_state_dict inside of "
+                "summon_full_params(model)."
+            )
+        return load(self, state_dict, *args, **kwargs)
+
+    return call
 
 
 def explained(method: Callable[..., Any]) -> Callable[..., Any]:

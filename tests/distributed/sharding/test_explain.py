@@ -70,6 +70,18 @@ def test_a_dtype_that_changes_after_the_preparation_is_named(trained: bool) -> N
         model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@on_ranks(2)
+def test_a_whole_state_is_refused_and_the_model_stays(assign: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    state = copy.deepcopy(model.state_dict())
+    parallelize_model(model, "fsdp")
+    with fails(ParallelismRuntimeError, "0.weight", "load_full_model_state(model, state)"):
+        model.load_state_dict(state, assign=assign)
+    model.load_state_dict(model.state_dict())
+    model(torch.ones(2, 4)).sum().backward()
+
+
 class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()
