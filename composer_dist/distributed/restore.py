@@ -136,8 +136,8 @@ class Changes:
                     yield f"other code has replaced, moved or removed {key} of a {kind}; put it back."
                 elif others := sorted(_of_others(wrapper, then)):
                     yield (
-                        f"other code has set {listed(others)} on {key} of a {kind}, which wraps a module and "
-                        f"is taken away; set it on {key}._checkpoint_wrapped_module."
+                        f"other code has set {listed(others)} on {key} of a {kind}, which the preparation "
+                        "has put in the place of another module; take it off."
                     )
 
     def put_back(self) -> None:

@@ -46,7 +46,7 @@ def _explain_class(kind: type[nn.Module]) -> None:
     for name, method in methods.items():
         if isinstance(method, FunctionType) and not name.startswith("_") and not hasattr(nn.Module, name):
             setattr(kind, name, explained(method))
-    setattr(kind, "load_state_dict", _checked(kind.load_state_dict))  # noqa: B010 - not a new method for mypy
+    setattr(kind, "load_state_dict", _checked(kind.load_state_dict))  # noqa: B010 - mypy refuses to assign a method
     refuse_copy(kind)
 
 

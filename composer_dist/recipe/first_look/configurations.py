@@ -22,6 +22,7 @@ class Keys(NamedTuple):
 
 
 _ALWAYS = {"model_type", "torch_dtype"}
+"""Keys that every configuration takes."""
 
 
 def imported_keys(model_type: str, wanted: Set[str] = frozenset()) -> Keys:
