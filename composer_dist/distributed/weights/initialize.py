@@ -240,7 +240,7 @@ def _find_initializers(
             yield Initializer(name, "reset_lora_parameters", partial(_reset_lora, module, kinds))
         elif hugging_face is not None:
             yield Initializer(name, "_init_weights", partial(hugging_face._init_weights, module))
-        elif name in bare:
+        else:  # also of modules without tensors of their own: that of nn.Transformer writes those below it
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if callable(reset):
                 yield Initializer(name, "reset_parameters", reset)

@@ -1,5 +1,6 @@
 """Meta initialization: the same bits on any number of ranks, and as one process makes them."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -219,6 +220,23 @@ def test_what_a_constructor_initializes_otherwise_is_said() -> None:
         model = InitializesItselfFromMeta()
     meta_init(model)
     assert float(model.inner.weight.detach().std()) < 0.05
+
+
+@pytest.mark.promise(36, 87)
+@on_ranks(2)
+def test_a_module_without_tensors_of_its_own_initializes_those_below_it() -> None:
+    with init_context():
+        model = nn.Transformer(32, 2, 1, 1, 256, batch_first=True)
+    alone = deepcopy(model)
+    torch.manual_seed(7)
+    meta_init(alone)
+    torch.manual_seed(7)
+    parallelize_model(model, config())
+    same(values(model), values(alone))
+    xavier = (6 / (256 + 32)) ** 0.5  # its linear layers alone would use 1 / sqrt(fan_in)
+    for layer in (alone.encoder.layers[0], alone.decoder.layers[0]):
+        for weight in (layer.linear1.weight.detach(), layer.linear2.weight.detach()):
+            assert xavier * 0.99 < float(weight.abs().max()) <= xavier
 
 
 @pytest.mark.promise(39, 87)
