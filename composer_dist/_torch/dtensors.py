@@ -135,10 +135,15 @@ def refuse_lost_writes(
         write_part(op, *args, **kwargs)  # torch refuses most, and index_copy_ makes another layout of it
         return args[0]
 
+    def fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `tensor[:, 0] = 1.0` calls; torch has it for numbers only."""
+        return write(_aten.fill_.Scalar, (args[0], args[1].item()), kwargs)
+
     def send(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise ParallelismRuntimeError(to_send.format(op.overloadpacket.__name__.rstrip("_")))
 
     handlers.update(dict.fromkeys(_PARTS, part) | dict.fromkeys(_SENDS, send))
+    handlers[_aten.fill_.Tensor] = fill
     handlers.update(
         dict.fromkeys(_FILLS | _MANY | {_aten.add_.Tensor}, write) | dict.fromkeys(BY_INDEX, write_by_index)
     )

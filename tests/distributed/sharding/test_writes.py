@@ -69,6 +69,7 @@ WRITES: dict[str, Callable[[nn.Module], None]] = {
     "clipped": _clipped(foreach=False),
     "clipped in one call": _clipped(foreach=True),
     "any": _of_each(lambda g, mask: g.mul_((g > 0).any().float()).mul_(1 + (g > 0).any(0).int())),
+    "a column": _of_each(lambda g, mask: g.__setitem__((slice(None), 0), 7.0) if g.ndim == 2 else None),
     "tril_": _of_each(lambda g, mask: g.tril_() if g.ndim == 2 else None),
     "another layout": _of_each(lambda g, mask: g.copy_(g.softmax(0)).add_(g.flip(0), alpha=2)),
     "parameters": _parameters,
