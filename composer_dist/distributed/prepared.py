@@ -178,17 +178,18 @@ def check_usable(thing: nn.Module | Optimizer) -> None:
 
 
 def refuse_copy(kind: type[nn.Module]) -> None:
-    """Have deep copies of models whose class FSDP2 or DDP has made refused, with the remedy."""
-    setattr(kind, "__deepcopy__", _refuse_copy)  # noqa: B010 - mypy knows no such method
+    """Have copies and pickles of models whose class FSDP2 or DDP has made refused, with the remedy."""
+    for name in ("__deepcopy__", "__reduce_ex__"):
+        setattr(kind, name, _refuse_copy)
 
 
-def _refuse_copy(module: nn.Module, memo: object = None) -> None:
+def _refuse_copy(module: nn.Module, _: object) -> None:
     raise ParallelismRuntimeError(
         f"A prepared {_torch.original_class(type(module)).__name__} cannot be copied (copy.deepcopy, "
-        "AveragedModel), because torch's hooks and process groups belong to the one that was prepared. Copy "
-        "the model, or make its AveragedModel, before the preparation, and prepare both alike: "
-        "parallelize_model(model, config), parallelize_model(averaged.module, config). Its values are in "
-        "full_model_state(model)."
+        "AveragedModel) or pickled (torch.save), because torch's hooks and process groups belong to the one "
+        "that was prepared. Save its values, full_model_state(model). Copy the model, or make its "
+        "AveragedModel, before the preparation, and prepare both alike: parallelize_model(model, config), "
+        "parallelize_model(averaged.module, config)."
     )
 
 

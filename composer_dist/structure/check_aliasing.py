@@ -71,7 +71,9 @@ def _attributes(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]
                 "which FSDP2 would not follow. Register it as a parameter there, or look it up when used."
             )
     names: dict[int, str] = {}
-    seen = {id(module) for module in structure.modules[""].modules()}
+    modules = list(structure.modules[""].modules())
+    # What torch.compile makes of a torch.nn layer holds the layer's own dictionaries, which stay up to date.
+    seen = {id(one) for module in modules for one in (module, module._parameters, module._buffers)}
     for owner, module in structure.modules.items():
         for key, value in vars(module).items():
             if key in NO_COPIES or type(value) in _PLAIN:

@@ -418,6 +418,25 @@ def test_a_replica_may_be_compiled_whole_after_the_preparation() -> None:
     torch.testing.assert_close(model.weight.grad, reference.weight.grad, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by the compiler
+@on_ranks(2)
+def test_layers_of_torch_that_the_user_has_compiled_are_sharded() -> None:
+    """The compiler gives such a layer's function the layer's own dictionaries of parameters."""
+    fresh()
+    reference, model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), nn.Sequential()
+    for layer in copy.deepcopy(reference):
+        model.append(torch.compile(layer, backend="aot_eager"))
+    parallelize_model(model, FSDP2Config())
+    x = torch.arange(16.0).view(2, 8) / 8
+    for _ in range(2):
+        for one, inputs in ((model, mine(x)), (reference, x)):
+            one(inputs).square().mean().backward()
+            with torch.no_grad():
+                for parameter in one.parameters():
+                    parameter.sub_(parameter.grad, alpha=0.1)
+    compare.same_parameters(model, reference, gradients=True)
+
+
 # Dynamo makes an object of an autograd function for itself.
 @pytest.mark.slow
 @pytest.mark.promise(30)

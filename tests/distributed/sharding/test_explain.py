@@ -1,6 +1,7 @@
 """What torch says about sharded parameters and dtypes, in words that name the module and the remedy."""
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from threading import Thread
@@ -191,7 +192,7 @@ def test_averaged_weights_are_those_of_one_process_and_a_late_copy_is_refused(mo
     if mode == "tp":
         close({"out": copy.deepcopy(one)(torch.ones(2, 4))}, {"out": one(torch.ones(2, 4))})
         return
-    for copied in (copy.deepcopy, AveragedModel):
+    for copied in (copy.deepcopy, AveragedModel, pickle.dumps):
         with fails(
             ParallelismRuntimeError, "A prepared Sequential cannot be copied", "averaged.module, config"
         ):
