@@ -55,7 +55,8 @@ _EVERYWHERE = (
 )
 _DATA = (
     "A new value set through .data of a sharded tensor would be lost, because a DTensor keeps the part that "
-    "it has. Change its values in place: tensor.data.copy_(value)."
+    "it has. Change its values in place, by tensor.data.copy_(value), or in summon_full_params(model): "
+    "peft's merge_adapter() works there."
 )
 _SHARED = (
     "A sharded tensor cannot share its memory with other processes: torch would crash. Call "

@@ -91,6 +91,12 @@ def _explain(error: RuntimeError, module: nn.Module) -> None:
         return
     if any(_torch.is_recast(one) for one in module.modules() if isinstance(one, FSDPModule)):
         raise ParallelismRuntimeError(_RECAST) from error
+    if (operation := re.match(r"Operator aten\.(\w+).* does not have a sharding strategy", said)) is not None:
+        raise ParallelismRuntimeError(
+            f"torch has no {operation[1]} of sharded parameters. Change the model before parallelize_model "
+            "(resize_token_embeddings, for example), and compute with whole parameters inside of "
+            "summon_full_params(model)."
+        ) from error
     is_mixed = "got mixed torch.Tensor and DTensor" in said
     if not (is_mixed or _OTHER_DTYPES.search(said)):
         return

@@ -21,6 +21,7 @@ from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import parallelize_model, unparallelize_model
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit.compare import close, fails, grads, weights
+from tests.kit.huggingface import llama
 from tests.kit.world import on_ranks
 
 pytestmark = pytest.mark.promise(104)
@@ -250,6 +251,17 @@ def test_a_whole_tensor_that_meets_a_sharded_one_in_a_method_is_explained() -> N
     said = ("The root was used while its", "forward_methods=['read']", "is sharded too: distribute_tensor(")
     with fails(ParallelismRuntimeError, *said):
         model.read()
+
+
+@on_ranks(2)
+def test_a_method_that_needs_whole_parameters_is_explained() -> None:
+    model = llama()
+    parallelize_model(model, ParallelismConfig(sync="rank0"))
+    with fails(ParallelismRuntimeError, "of sharded parameters", "before parallelize_model (resize_tok"):
+        model.resize_token_embeddings(60)
+    assert len(model.model.embed_tokens.weight) == 50
+    model(torch.ones(1, 2, dtype=torch.int64)).logits.sum().backward()
+    assert grads(model).keys() == dict(model.named_parameters()).keys()
 
 
 @pytest.mark.parametrize("mode", ["fsdp2", "tp"])
