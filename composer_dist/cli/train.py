@@ -109,7 +109,7 @@ def _run(config: Path, overrides: list[str], announced: bool, ctrl_c: CtrlC) -> 
     from composer_dist.distributed.ranks.launcher_variables import torchrun_variables
 
     os.environ.update(torchrun_variables(os.environ))
-    if not announced and os.environ.get("RANK", "0") == "0":
+    if not announced and _tells():
         _announce(config, overrides, None)
     gc.disable()  # it would look at all that is imported again and again
     try:
@@ -132,7 +132,7 @@ def refuse_at_once(config: Path, overrides: list[str]) -> None:
     # Several hosts may have different files; their ranks tell each other when they read the data.
     if not (told := faults_at_once(config, overrides, files=not _in_a_launcher())):
         return
-    if os.environ.get("RANK", "0") == "0":
+    if _tells():
         typer.echo("\n".join(told), err=True)
         say("Looking for more ...")
         try:
@@ -178,7 +178,7 @@ def told(debug: bool, launcher: int | None = None, command: str = "train") -> It
     if launcher is not None:
         end_with(launcher)
     shown, warnings.formatwarning = warnings.formatwarning, _as_a_line
-    quiet = launcher is not None or os.environ.get("RANK", "0") != "0"
+    quiet = launcher is not None or not _tells()
     ctrl_c = CtrlC(quiet, at_once=True, command=command)
     try:
         with ctrl_c:
@@ -193,7 +193,7 @@ def told(debug: bool, launcher: int | None = None, command: str = "train") -> It
         status, text = _outcome(error, debug, command)
         if launcher is not None:
             report_failure(text, own=bool(users_frames(error)), status=status)
-        elif status == failures.FAILED or os.environ.get("RANK", "0") == "0":  # else all ranks find the same
+        elif status == failures.FAILED or _tells():  # else all ranks find the same
             typer.echo(text, err=True)
         raise typer.Exit(status) from None
     finally:
@@ -218,6 +218,11 @@ def _outcome(error: Exception, debug: bool, command: str) -> tuple[int, str]:
     where = f"composer-dist {command}" + ("" if rank is None else f", rank {rank}")
     status = failures.WRONG_CALL if wrong else failures.FAILED
     return status, failures.described(error, where, debug)
+
+
+def _tells() -> bool:
+    """Whether this rank says what all ranks find: rank 0, or one whose number is faulty."""
+    return int(rank) == 0 if (rank := os.environ.get("RANK") or "0").isdecimal() else True
 
 
 def _in_a_launcher() -> bool:

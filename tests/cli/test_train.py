@@ -143,6 +143,14 @@ def test_ranks_of_a_launcher_find_missing_data_together(monkeypatch: pytest.Monk
     refuse_at_once(*missing)
 
 
+@pytest.mark.parametrize(("rank", "tells"), [("0", True), ("00", True), ("x", True), ("1", False)])
+def test_one_rank_says_what_all_find(monkeypatch: pytest.MonkeyPatch, rank: str, tells: bool) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, _, told = call("none.yaml")
+    assert (status, "none.yaml: No such file" in told) == (2, tells)
+
+
 @pytest.mark.parametrize(
     ("option", "text"),
     [
