@@ -130,6 +130,15 @@ class ComposerAccelerator(Accelerator):
         self._parallelize(model, ())
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, **options: Any) -> nn.Module:
+        """As usual; accelerate would pass the model twice to a forward that the preparation has set."""
+        forward = None if keep_fp32_wrapper else vars(model).pop("_original_forward", None)
+        if forward is not None:
+            del model.forward
+            if forward != model.forward:
+                model.forward = forward
+        return super().unwrap_model(model, **options)
+
     def _parallelize(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if device_mesh_of(model) is None:
             config = replace(resolve_config(self.parallelism), mesh=self.mesh)

@@ -170,7 +170,11 @@ def exported(folder: str, mesh: str) -> None:
         scheduler.step()
     assert torch.equal(torch.cat(gathered), data(7, 7).dataset)
     assert scheduler.scheduler.last_epoch == len(loader) * replicas
+    expected = model(batch).logits
     assert one.unwrap_model(model) is model
+    assert torch.equal(model(batch).logits, expected)
+    assert one.unwrap_model(model, keep_fp32_wrapper=False) is model
+    assert torch.equal(model(batch).logits, expected.to(model(batch).logits.dtype))
     state = one.get_state_dict(model)
     expected = full_model_state(model, ranks="all")
     assert bool(state) == one.is_main_process
