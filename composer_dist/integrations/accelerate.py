@@ -180,6 +180,19 @@ class ComposerAccelerator(Accelerator):
         with distributed.accumulate(model, last=False):
             yield
 
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """Refused on several ranks: accelerate would warn, and they would wait for each other forever.
+
+        Raises:
+            ParallelismValueError: there are several ranks.
+        """
+        if self.num_processes > 1:
+            raise ParallelismValueError(
+                "join_uneven_inputs needs torch's DistributedDataParallel. Leave it out: with even_batches, "
+                "the default, all ranks have equally many batches."
+            )
+        return super().join_uneven_inputs(joinables, even_batches)
+
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all meshes together; returns their norm, equal on all ranks."""
         return distributed.clip_grad_norm(parameters, max_norm, norm_type)

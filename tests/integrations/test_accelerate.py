@@ -207,6 +207,8 @@ def refused() -> None:
     with fails(CheckpointValueError, "integrations has no composer_dist/", "load_pretrained(model, '"):
         one.load_state(str(Path(__file__).parent))
     assert one.prepare(model) is model
+    with fails(ParallelismValueError, "join_uneven_inputs needs torch's Dist", "with even_batches"):
+        one.join_uneven_inputs([model])
     os.environ["ACCELERATE_DYNAMO_BACKEND"] = "EAGER"
     with fails(ParallelismValueError, "to compile with EAGER", "parallelism= does the rest"):
         made("fsdp2")
