@@ -242,8 +242,16 @@ def _find_initializers(
             yield Initializer(name, "_init_weights", partial(hugging_face._init_weights, module))
         else:  # also of modules without tensors of their own: that of nn.Transformer writes those below it
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-            if callable(reset):
+            if callable(reset) and (name in bare or not _needs_arguments(reset)):
                 yield Initializer(name, "reset_parameters", reset)
+
+
+def _needs_arguments(function: Callable[..., Any]) -> bool:
+    try:
+        signature(function).bind()
+    except TypeError:
+        return True
+    return False
 
 
 def _group(structure: Structure, initializers: list[Initializer], needed: set[str]) -> Iterator[Component]:

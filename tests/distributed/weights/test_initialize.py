@@ -239,6 +239,22 @@ def test_a_module_without_tensors_of_its_own_initializes_those_below_it() -> Non
             assert xavier * 0.99 < float(weight.abs().max()) <= xavier
 
 
+class NeedsArguments(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def reset_parameters(self, bound: float) -> None:
+        nn.init.uniform_(self.inner.weight, -bound, bound)
+
+
+def test_a_container_whose_initializer_needs_arguments_is_passed_by() -> None:
+    with init_context():
+        model = NeedsArguments()
+    meta_init(model)
+    assert 0 < float(model.inner.weight.detach().abs().max()) <= 0.5  # as the layer's own
+
+
 @pytest.mark.promise(39, 87)
 @on_ranks(2)
 def test_a_tensor_without_initializer_is_refused_by_class() -> None:
