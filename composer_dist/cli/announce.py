@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from composer_dist.config.launched import launched_ranks
+from composer_dist.config.launched import is_rank_zero, launched_ranks
 from composer_dist.recipe.source import override, read_document
 
 
@@ -42,7 +42,7 @@ def announcement(config: Path, overrides: list[str], processes: int | None) -> s
 
 def say(text: str) -> None:
     """Say on a terminal what is being done, where seconds pass before there is a result."""
-    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+    if sys.stderr.isatty() and is_rank_zero():
         print(text, file=sys.stderr, flush=True)
 
 

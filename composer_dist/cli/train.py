@@ -14,7 +14,7 @@ import typer
 from composer_dist.cli import failures
 from composer_dist.cli.announce import announcement, say
 from composer_dist.cli.interrupt import EXIT_STATUS, CtrlC
-from composer_dist.config.launched import launched_ranks
+from composer_dist.config.launched import is_rank_zero, launched_ranks
 from composer_dist.errors import ParallelismError
 from composer_dist.users_code import users_frames
 
@@ -109,7 +109,7 @@ def _run(config: Path, overrides: list[str], announced: bool, ctrl_c: CtrlC) -> 
     from composer_dist.distributed.ranks.launcher_variables import torchrun_variables
 
     os.environ.update(torchrun_variables(os.environ))
-    if not announced and _tells():
+    if not announced and is_rank_zero():
         _announce(config, overrides, None)
     gc.disable()  # it would look at all that is imported again and again
     try:
@@ -132,7 +132,7 @@ def refuse_at_once(config: Path, overrides: list[str]) -> None:
     # Several hosts may have different files; their ranks tell each other when they read the data.
     if not (told := faults_at_once(config, overrides, files=not _in_a_launcher())):
         return
-    if _tells():
+    if is_rank_zero():
         typer.echo("\n".join(told), err=True)
         say("Looking for more ...")
         try:
@@ -178,7 +178,7 @@ def told(debug: bool, launcher: int | None = None, command: str = "train") -> It
     if launcher is not None:
         end_with(launcher)
     shown, warnings.formatwarning = warnings.formatwarning, _as_a_line
-    quiet = launcher is not None or not _tells()
+    quiet = launcher is not None or not is_rank_zero()
     ctrl_c = CtrlC(quiet, at_once=True, command=command)
     try:
         with ctrl_c:
@@ -193,7 +193,7 @@ def told(debug: bool, launcher: int | None = None, command: str = "train") -> It
         status, text = _outcome(error, debug, command)
         if launcher is not None:
             report_failure(text, own=bool(users_frames(error)), status=status)
-        elif status == failures.FAILED or _tells():  # else all ranks find the same
+        elif status == failures.FAILED or is_rank_zero():  # else all ranks find the same
             typer.echo(text, err=True)
         raise typer.Exit(status) from None
     finally:
@@ -218,11 +218,6 @@ def _outcome(error: Exception, debug: bool, command: str) -> tuple[int, str]:
     where = f"composer-dist {command}" + ("" if rank is None else f", rank {rank}")
     status = failures.WRONG_CALL if wrong else failures.FAILED
     return status, failures.described(error, where, debug)
-
-
-def _tells() -> bool:
-    """Whether this rank says what all ranks find: rank 0, or one whose number is faulty."""
-    return int(rank) == 0 if (rank := os.environ.get("RANK") or "0").isdecimal() else True
 
 
 def _in_a_launcher() -> bool:

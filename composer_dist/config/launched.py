@@ -11,6 +11,12 @@ def launched_ranks(environ: Mapping[str, str] = os.environ) -> int:
     return launched_number("WORLD_SIZE", environ) or 1
 
 
+def is_rank_zero(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process prints what all ranks find; so it does if its rank is not a number."""
+    rank = environ.get("RANK") or "0"
+    return not rank.isdecimal() or int(rank) == 0
+
+
 def launched_number(name: str, environ: Mapping[str, str] = os.environ) -> int:
     """The number in the variable `name`; 0 if it is not set.
 
