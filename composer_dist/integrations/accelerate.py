@@ -130,14 +130,16 @@ class ComposerAccelerator(Accelerator):
         self._parallelize(model, ())
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, **options: Any) -> nn.Module:
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
         """As usual; accelerate would pass the model twice to a forward that the preparation has set."""
         forward = None if keep_fp32_wrapper else vars(model).pop("_original_forward", None)
         if forward is not None:
             del model.forward
             if forward != model.forward:
                 model.forward = forward
-        return super().unwrap_model(model, **options)
+        return super().unwrap_model(model, keep_torch_compile=keep_torch_compile)
 
     def _parallelize(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if device_mesh_of(model) is None:
