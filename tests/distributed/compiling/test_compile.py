@@ -418,7 +418,7 @@ def test_a_replica_may_be_compiled_whole_after_the_preparation() -> None:
     torch.testing.assert_close(model.weight.grad, reference.weight.grad, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by the compiler
+@pytest.mark.promise(104)
 @on_ranks(2)
 def test_layers_of_torch_that_the_user_has_compiled_are_sharded() -> None:
     """The compiler gives such a layer's function the layer's own dictionaries of parameters."""

@@ -499,7 +499,8 @@ def test_a_value_set_through_data_is_refused_and_one_moved_or_copied_is_not(step
     if steps:
         model(torch.ones(2, 4)).sum().backward()
     before = model[1].weight.full_tensor()
-    with fails(ParallelismRuntimeError, "new value set through .data of a sharded tensor", "data.copy_"):
+    said = ("new value set through .data of a sharded tensor", "data.copy_", "in summon_full_params(model)")
+    with fails(ParallelismRuntimeError, *said):
         model[1].weight.data = model[1].weight.data * 2
     with fails(ParallelismRuntimeError, "cannot share its memory", "on a copy that is not prepared"):
         model.share_memory()  # the process crashed

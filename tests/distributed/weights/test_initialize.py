@@ -248,6 +248,7 @@ class NeedsArguments(nn.Module):
         nn.init.uniform_(self.inner.weight, -bound, bound)
 
 
+@pytest.mark.promise(87)
 def test_a_container_whose_initializer_needs_arguments_is_passed_by() -> None:
     with init_context():
         model = NeedsArguments()
