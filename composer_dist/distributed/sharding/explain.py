@@ -94,8 +94,8 @@ def _explain(error: RuntimeError, module: nn.Module) -> None:
     if (operation := re.match(r"Operator aten\.(\w+).* does not have a sharding strategy", said)) is not None:
         raise ParallelismRuntimeError(
             f"torch cannot compute {operation[1]} of sharded parameters. Change the model before "
-            "parallelize_model (resize_token_embeddings, for example), and compute with whole parameters inside "
-            "of summon_full_params(model)."
+            "parallelize_model (resize_token_embeddings, for example), and compute with whole parameters "
+            "inside of summon_full_params(model)."
         ) from error
     is_mixed = "got mixed torch.Tensor and DTensor" in said
     if not (is_mixed or _OTHER_DTYPES.search(said)):
