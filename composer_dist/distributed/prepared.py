@@ -65,6 +65,8 @@ class Prepared:
     """The `Replica` that keeps the ranks' copies equal."""
     forward: Any = None
     """The `Layers` around the module's forward."""
+    steps: int = field(default=0, compare=False)
+    """How often optimizers have stepped that hold some of its shards."""
     proven: bool = False
     """Whether context parallelism has verified that its sequence can be split."""
     changes: Any = None

@@ -76,8 +76,8 @@ def build(configuration: Configuration) -> Session:
     with process_group.together("reading the data"):
         tokenizer = tokenizer_of(run)
         train, held_out = datasets(run, tokenizer, folder)
-        train_loader = loader(train, run, tokenizer, folder, training=True)
-        eval_loader = None if held_out is None else loader(held_out, run, tokenizer, folder, training=False)
+        train_loader = loader(train, configuration, tokenizer, training=True)
+        eval_loader = None if held_out is None else loader(held_out, configuration, tokenizer, training=False)
     with process_group.together("building the model"):
         seed_all(run.seed)
         model = build_model(run, tokenizer, folder)
@@ -258,13 +258,15 @@ def check_monitored(configuration: Configuration, model: ComposerModel, evaluate
 
 @contextmanager
 def earlier_run(run: Run) -> Iterator[None]:
-    """Errors of an earlier run's checkpoints say how to start over."""
+    """Errors of an earlier run's checkpoints say how to start over; others name `resume.load_path`."""
+    there = any((run.out / CHECKPOINTS).glob("*"))
     try:
         yield
     except CheckpointError as error:
-        if not any((run.out / CHECKPOINTS).glob("*")):
-            raise
-        text = f"{error} To start over, choose another out than {run.out}, which has an earlier run."
+        named = isinstance(run.resume, dict) and "load_path" in run.resume
+        text = f"resume.load_path: {error}" if named else str(error)
+        if there:
+            text = f"{error} To start over, choose another out than {run.out}, which has an earlier run."
         raise kind_of(error)(text) from error
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
+from composer_dist.config.mesh import MeshConfig
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.recipe.named import resolve
+from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import (
     ChatData,
     FunctionData,
@@ -53,12 +55,16 @@ def datasets(run: Run, tokenizer: Any, folder: Path) -> Datasets:
             return _of_function(run.data, folder)
 
 
-def loader(dataset: Dataset[Any], run: Run, tokenizer: Any, folder: Path, *, training: bool) -> Loader:
+def loader(dataset: Dataset[Any], configuration: Configuration, tokenizer: Any, *, training: bool) -> Loader:
     """Batches of `batch_size` samples across all ranks; the Trainer gives each rank its part.
 
+    With context parallelism, rows are padded to a length that can be divided.
+
     Raises:
-        ParallelismValueError: there are too few samples for one batch.
+        ParallelismValueError: there are too few samples for one batch, or context parallelism cannot split
+            them.
     """
+    run, parts = configuration.run, _parts(configuration)
     data, samples = run.data, length(dataset)
     if training and data.drop_last and samples is not None and samples < data.batch_size:
         packed = (
@@ -72,11 +78,11 @@ def loader(dataset: Dataset[Any], run: Run, tokenizer: Any, folder: Path, *, tra
         )
     collate: Any = None
     if isinstance(data, FunctionData) and data.collate is not None:
-        collate = resolve(data.collate, folder)
+        collate = resolve(data.collate, configuration.folder)
     elif isinstance(data, PreferenceData):
         collate = PadPreferences(rows.pad_token(tokenizer))
     elif isinstance(data, RowData) or (tokenizer is not None and _tokenized(dataset)):
-        collate = PadRows(rows.pad_token(tokenizer))
+        collate = PadRows(rows.pad_token(tokenizer), multiple_of=parts)
     options: dict[str, Any] = {
         "global_batch_size": data.batch_size,
         "drop_last": training and data.drop_last,
@@ -88,6 +94,23 @@ def loader(dataset: Dataset[Any], run: Run, tokenizer: Any, folder: Path, *, tra
         return StreamingDataLoader(dataset, **options)
     shuffle = training and data.shuffle and samples is not None  # a stream shuffles itself
     return DistributedDataLoader(dataset, shuffle=shuffle, seed=run.seed, **options)
+
+
+def _parts(configuration: Configuration) -> int:
+    """Into how many pieces context parallelism cuts a sequence at most: two for each of its ranks, or one."""
+    run, mesh = configuration.run, getattr(configuration.parallelism, "mesh", None)
+    ranks = mesh.cp if isinstance(mesh, MeshConfig) else 1
+    if ranks < 2:
+        return 1
+    data, splits = run.data, f"parallelism.mesh.cp={ranks} divides each sequence among ranks"
+    if isinstance(data, PreferenceData):
+        raise ParallelismValueError(f"{splits}, but data of kind preferences cannot be divided; set it to 1.")
+    if isinstance(data, ChatData) and data.packing:
+        raise ParallelismValueError(f"{splits}, but packed rows cannot be divided; set data.packing: false.")
+    parts = ranks if run.model.kind == "masked_lm" else 2 * ranks
+    if isinstance(data, TextData) and data.context % parts:
+        raise ParallelismValueError(f"{splits}, so data.context must be a multiple of {parts}.")
+    return 2 * ranks
 
 
 def _of_text(run: Run, data: TextData, tokenizer: Any) -> Datasets:

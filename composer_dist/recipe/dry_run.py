@@ -79,7 +79,7 @@ def describe(configuration: Configuration, world: int) -> str:
     seed_all(run.seed)
     tokenizer = tokenizer_of(run)
     train, held_out = datasets(run, tokenizer, configuration.folder)
-    train_loader = loader(train, run, tokenizer, configuration.folder, training=True)
+    train_loader = loader(train, configuration, tokenizer, training=True)
     epoch = epoch_of(run, train_loader)
     model = build_model(run, tokenizer, configuration.folder, empty=True)
     phases = configuration.phases(model)

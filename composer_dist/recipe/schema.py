@@ -69,8 +69,9 @@ class HubModel(Section):
     """Classes of a sequence classifier; by default those of `data`."""
     metrics: Entries = {}
     """Of evaluations: perplexity, token_accuracy, accuracy (of classes), or package.module.Name."""
-    chunked_loss: bool = True
-    """Compute the loss without all logits, where the model's head is linear and no metric reads them."""
+    chunked_loss: bool | PositiveInt = True
+    """Compute the loss without all logits, a number of positions at a time (an integer is this number), where
+    the model's head is linear and no metric reads them."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> HubModel:

@@ -65,7 +65,7 @@ def verified(configuration: Configuration) -> Verification:
         with process_group.together("reading the data"):
             tokenizer = tokenizer_of(run)
             train, _ = datasets(run, tokenizer, folder)
-            data = loader(train, run, tokenizer, folder, training=True)
+            data = loader(train, configuration, tokenizer, training=True)
         with process_group.together("building the model"):
             seed_all(run.seed)
             model = build_model(run, tokenizer, folder)

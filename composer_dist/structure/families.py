@@ -5,6 +5,7 @@ A library that has not been imported has no modules in the model, so `is_a` look
 """
 
 import logging
+import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,6 +35,8 @@ _HOMES = {
     "MetricCollection": "torchmetrics",
 }
 """Class name to the module that has it."""
+_POSITIONS = re.compile(r"^wpe$|(?<!relative_)position")
+"""In the names of tables of positions; relative ones have no end."""
 
 
 @contextmanager
@@ -92,6 +95,17 @@ def architecture_of(structure: Structure, name: str) -> str | None:
         if inside and is_a(structure.modules[above], "PreTrainedModel"):
             return type(structure.modules[above]).__name__
     return None
+
+
+def position_tables(model: nn.Module) -> dict[str, int]:
+    """How many positions each table of absolute positions of a transformers model has, by module name."""
+    found = {}
+    for name, table in model.named_modules():
+        if isinstance(table, nn.Embedding) and _POSITIONS.search(name.rpartition(".")[2]):
+            padding = table.padding_idx
+            reserved = getattr(table, "offset", 0) if padding is None else padding + 1
+            found[name] = table.num_embeddings - reserved
+    return found
 
 
 def class_name(module: nn.Module) -> str:

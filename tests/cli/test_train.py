@@ -217,7 +217,9 @@ def test_a_dry_run_looks_into_the_checkpoints_of_an_earlier_run(tmp_path: Path) 
     shapes = ["model.arguments.width=4", "data.arguments={width: 4}"]
     other = ["optimizer={name: sgd, momentum: 0.9, lr: 0.1}"]
     longer = ["trainer.max_duration=2ba"]
+    missing = [f"out={tmp_path / 'new'}", "resume={load_path: nowhere}"]
     for options, text in (
+        (missing, f"resume.load_path: There is no checkpoint {Path('nowhere').absolute()}.\n"),
         (shapes, "model.module.weight is (2, 3) in the checkpoint, (2, 4) in the model"),
         (other, "is AdamW, and this run's is SGD, which cannot use its state"),
         (longer, "The run was started for 1 batches, and OneCycleLR cannot go further"),

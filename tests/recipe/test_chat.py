@@ -144,28 +144,47 @@ def test_rounding_is_not_taken_for_rows_that_see_each_other(kind: str) -> None:
 
 def test_rows_are_held_out_and_padded(tmp_path: Path) -> None:
     options = [f"data.source={ROWS}", "data.held_out=2", "data.packing=false", f"out={tmp_path}"]
-    run = read_configuration(EXAMPLE / "chat.yaml", options).run
+    read = read_configuration(EXAMPLE / "chat.yaml", options)
     tokenizer = byte_tokenizer()
-    train, held = datasets(run, tokenizer, EXAMPLE)
+    train, held = datasets(read.run, tokenizer, EXAMPLE)
     assert (len(train), len(held)) == (6, 2)
-    batch = next(iter(loader(held, run, tokenizer, EXAMPLE, training=False)))
+    batch = next(iter(loader(held, read, tokenizer, training=False)))
     assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
     assert torch.equal(batch["labels"] != -100, (batch["labels"] == batch["input_ids"]))
     assert bytes(batch["labels"][0][batch["labels"][0] != -100][:-1].tolist()) == b"It is Paris."
+    read = read_configuration(EXAMPLE / "chat.yaml", [*options, "parallelism={mesh: {cp: 5}}"])
+    longer = next(iter(loader(held, read, tokenizer, training=False)))
+    length = batch["input_ids"].shape[1]
+    assert longer["input_ids"].shape == (2, -(-length // 10) * 10), "each of 5 ranks gets two pieces"
+    assert torch.equal(longer["labels"][:, :length], batch["labels"])
+    assert (longer["labels"][:, length:] == -100).all()
+
+
+@pytest.mark.parametrize(("file", "override", "told"), [
+    ("chat/chat.yaml", "seed=1", "packed rows cannot be divided; set data.packing: false"),
+    ("dpo.yaml", "seed=1", "data of kind preferences cannot be divided; set it to 1"),
+    ("demo/english.yaml", "data.context=6", "so data.context must be a multiple of 4"),
+])  # fmt: skip
+def test_what_context_parallelism_cannot_divide_is_refused_before_the_model_is_built(
+    file: str, override: str, told: str
+) -> None:
+    read = read_configuration(EXAMPLE.parent / file, [override, "parallelism={mesh: {cp: 2}}"])
+    with pytest.raises(ParallelismValueError, match=f"parallelism.mesh.cp=2 divides each.*{told}"):
+        loader([], read, byte_tokenizer(), training=True)  # type: ignore[arg-type]
 
 
 def test_the_last_batch_of_an_epoch_is_left_out_unless_asked_for(tmp_path: Path) -> None:
     options = [f"data.source={ROWS}", "data.packing=false", "data.batch_size=3", f"out={tmp_path}"]
     for drop_last, expected in ((True, [3, 3]), (False, [3, 3, 2])):
-        run = read_configuration(EXAMPLE / "chat.yaml", [*options, f"data.drop_last={drop_last}"]).run
-        train, _ = datasets(run, tokenizer := byte_tokenizer(), EXAMPLE)
-        batches = loader(train, run, tokenizer, EXAMPLE, training=True).placed(1, 0)
+        read = read_configuration(EXAMPLE / "chat.yaml", [*options, f"data.drop_last={drop_last}"])
+        train, _ = datasets(read.run, tokenizer := byte_tokenizer(), EXAMPLE)
+        batches = loader(train, read, tokenizer, training=True).placed(1, 0)
         assert [len(batch["input_ids"]) for batch in batches] == expected
-    run = read_configuration(EXAMPLE / "chat.yaml", [*options, "data.batch_size=9"]).run
+    read = read_configuration(EXAMPLE / "chat.yaml", [*options, "data.batch_size=9"])
     with pytest.raises(
         ParallelismValueError, match="has 8 samples .* Reduce data.batch_size, or set drop_last"
     ):
-        loader(train, run, tokenizer, EXAMPLE, training=True)
+        loader(train, read, tokenizer, training=True)
 
 
 def test_what_contradicts_itself_is_refused() -> None:

@@ -469,9 +469,9 @@ def test_data_of_functions(write: Write, tmp_path: Path) -> None:
     text += "data: {kind: function, name: mine.py:lists, batch_size: 4}\ntrainer: {max_duration: 1ba}\n"
 
     def batches(*overrides: str) -> list[Any]:
-        run = read_configuration(write(text), overrides).run
-        train, _ = datasets(run, None, tmp_path)
-        return list(loader(train, run, None, tmp_path, training=True).placed(1, 0))
+        read = read_configuration(write(text), overrides)
+        train, _ = datasets(read.run, None, tmp_path)
+        return list(loader(train, read, None, training=True).placed(1, 0))
 
     (batch,) = batches()
     assert (batch["x"].shape, batch["y"].dtype) == ((4, 2), torch.int64)

@@ -142,10 +142,10 @@ def test_rows_of_a_function_are_padded(streamed: bool, tmp_path: Path) -> None:
     data = {"kind": "function", "name": "mine.py:rows", "arguments": {"streamed": streamed}, "batch_size": 2}
     model = {"kind": "causal_lm", "config": {"model_type": "llama"}}
     file = configuration(tmp_path, model, data | {"shuffle": False})
-    run = read_configuration(file).run
+    read = read_configuration(file)
     tokenizer = byte_tokenizer()
-    train, _ = datasets(run, tokenizer, tmp_path)
-    batch = next(iter(loader(train, run, tokenizer, tmp_path, training=True).placed(1, 0)))
+    train, _ = datasets(read.run, tokenizer, tmp_path)
+    batch = next(iter(loader(train, read, tokenizer, training=True).placed(1, 0)))
     pad = tokenizer.pad_token_id
     assert batch["input_ids"].tolist() == [[1, 2, 3], [4, pad, pad]]
     assert batch["labels"].tolist() == [[1, 2, 3], [4, -100, -100]]

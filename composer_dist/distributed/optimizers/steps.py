@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from composer_dist import _torch
 from composer_dist.distributed.before_steps import Check, before_every_step
-from composer_dist.distributed.prepared import of
+from composer_dist.distributed.prepared import of, record
 from composer_dist.distributed.ranks.process_group import device_for_facts
 from composer_dist.distributed.training.average_gradients import groups_of
 from composer_dist.errors import Faults, ParallelismRuntimeError
@@ -161,3 +161,5 @@ def _before_step(
     for unit in units:
         if any(_torch.gathered_param(param) is not None for param in _torch.fsdp_params(unit)[:1]):
             unit.reshard()  # a forward without a backward has left it gathered, with the old values
+    if mine:
+        record(model).steps += 1

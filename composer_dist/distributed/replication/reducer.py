@@ -86,10 +86,10 @@ class Reducer(_torch.InPlaceDDP):
 
     def on_error(self, error: RuntimeError) -> None:
         """Say which gradients DDP still waits for, if that is the error."""
-        if self._expected and "finished reduction" in str(error):
-            raise ParallelismRuntimeError(
-                f"The last backward gave {self._explain(self._expected)}"
-            ) from error
+        if "finished reduction" not in str(error):
+            return
+        missing = self._expected or set(self.names.values()) - self._seen
+        raise ParallelismRuntimeError(f"The last backward gave {self._explain(missing)}") from error
 
     def refuse_partial(self) -> None:
         """Refuse a step if the last backward gave some gradients only."""
@@ -98,6 +98,11 @@ class Reducer(_torch.InPlaceDDP):
                 f"The optimizer would step with gradients that are not averaged over the ranks. The last "
                 f"backward gave {self._explain(self._expected)}"
             )
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has prepared for a backward that has not ended."""
+        return bool(self._expected)
 
     def wants_backward(self, output: Any) -> bool:
         """Whether DDP prepares for a backward from this output."""
@@ -143,10 +148,16 @@ class Reducer(_torch.InPlaceDDP):
                 self._expected.clear()
             for one in self._frozen:  # since the forward; the reducer has given them zeros
                 one.grad = None
-            used = frozenset(self._seen)
-            self.is_constant &= self._used is None or self._used == used
+            used, before = frozenset(self._seen), self._used
+            self.is_constant &= before in (None, used)
             self._used = used
             self.steps += 1
+            if self.static_graph and not self.is_constant:
+                raise ParallelismRuntimeError(
+                    "static_graph=True, but this backward and the one before it gave gradients to different "
+                    f"parameters: {self._listed(used ^ (before or used))}. DDP has not averaged them all. "
+                    "Call backward once, for the sum of the step's losses, or leave out static_graph."
+                )
         elif self._averages:
             self._average()
         else:
@@ -177,6 +188,7 @@ class Reducer(_torch.InPlaceDDP):
     def _explain(self, missing: Collection[nn.Parameter]) -> str:
         return (
             f"{self._listed(missing)} no gradient ({len(missing)} of {len(self.names)} parameters), and DDP "
-            "still waits for them. If a loss does not use every parameter, set "
-            "DDPConfig(find_unused_parameters=True), or freeze the unused ones."
+            "still waits for them. If a step has several losses, call backward once, for their sum. If they "
+            "do not use every parameter, set DDPConfig(find_unused_parameters=True), or freeze the unused "
+            "ones."
         )

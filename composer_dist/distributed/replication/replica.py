@@ -2,16 +2,19 @@
 
 Unlike composable replicate alone, the reducer exists from the start and is built for the model itself, so it
 broadcasts buffers and supports sparse embeddings and names. It is rebuilt when parameters are frozen or
-unfrozen. Each forward prepares DDP for one backward only. If there is another one (inside a forward, or a
-second one after it), the reducer averages its gradients when it ends.
+unfrozen, and after a backward that has raised on all ranks. Each forward prepares DDP for one backward only.
+If there is another one (inside a forward, or a second one after it), the reducer averages its gradients when
+it ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,6 +22,7 @@ from composer_dist import _torch
 from composer_dist.distributed import prepared
 from composer_dist.distributed.before_steps import Check
 from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.replication.checks import Checks
 from composer_dist.distributed.replication.hooks import CommHook, LocalSGD, reduced_in
 from composer_dist.distributed.replication.plan import ReplicaPlan
@@ -26,6 +30,9 @@ from composer_dist.distributed.replication.precision import compute_as_before, c
 from composer_dist.distributed.replication.reducer import Reducer
 from composer_dist.distributed.training.local_gradients import LocalGradients
 from composer_dist.errors import ParallelismRuntimeError
+
+_PATIENCE = timedelta(seconds=60)
+"""For the other ranks, after a backward that has raised; on one rank alone, they wait for its gradients."""
 
 
 class Replica:
@@ -51,7 +58,7 @@ class Replica:
         self._ddp: Reducer | None = None
         self._hook: CommHook | None = None
         self._hinted = False
-        self._depth = 0
+        self._depth, self._failed = 0, False
         advice = " To average them yourself, leave out no_sync and pass a DDPConfig(comm_hook=function)."
         self._local = LocalGradients(parameters if self.group.size() > 1 else {}, advice)
         self._checks = Checks(parameters, ignored, self.group)
@@ -64,6 +71,7 @@ class Replica:
             self._follow(self._trainable())
         after = torch.compiler.disable(self._after_forward)
         self._handles.append(model.register_forward_hook(after, always_call=True))
+        _torch.after_failed_backward(self, Replica._after_failed_backward)
         prepared.record(model).replica = self
 
     @property
@@ -110,7 +118,7 @@ class Replica:
 
     def renew(self) -> None:
         """Make a new reducer after a forward or backward raised; every rank must call it."""
-        self._depth = 0
+        self._depth, self._failed = 0, False
         if self._ddp is not None and (trainable := self._trainable()):
             self._follow(trainable)
 
@@ -146,10 +154,17 @@ class Replica:
                     "training."
                 )
             return
-        if trainable and (trainable.keys() != self._ddp.names.keys() or self._ddp.is_passed_by()):
+        failed, self._failed = self._failed and self._ddp.waits, False
+        if failed and self.group.size() > 1:
+            ranks = dist.get_process_group_ranks(self.group)
+            Agreement(ranks, _PATIENCE).reach("going on after a backward that raised", None)
+        if trainable and (failed or trainable.keys() != self._ddp.names.keys() or self._ddp.is_passed_by()):
             self._follow(trainable)
         self._checks.before_forward(model)
         _torch.register_late_hooks(model)
+
+    def _after_failed_backward(self) -> None:
+        self._failed = self._ddp is not None and self._ddp.waits
 
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)  # an earlier hook may have raised before the forward began

@@ -2,9 +2,10 @@
 
 A unit's all-gather needs every rank. If one rank skips a unit (an image tower, for a batch without images),
 its next collective meets the other ranks' collective for the skipped unit: they hang, or exchange the wrong
-bytes. Before each collective the ranks therefore compare its unit and length: in memory that they share if
-all are on one host, and otherwise in a message of a few bytes. On a CPU mesh this is on by default. With an
-accelerator it makes the hosts wait for each other, so it is off by default (`ParallelismConfig.check_order`).
+bytes. If one rank skips an optimizer's step, the shards belong to different steps. Before each collective the
+ranks therefore compare its unit, length and step: in memory that they share if all are on one host, and
+otherwise in a message of a few bytes. On a CPU mesh this is on by default. With an accelerator it makes the
+hosts wait for each other, so it is off by default (`ParallelismConfig.check_order`).
 
 On CPUs of one host, what small units gather and reduce goes through that memory too, which takes less time
 than messages. Ranks that meet there compare in any case.
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composer_dist import _torch
+from composer_dist.distributed.prepared import Prepared
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.board import Board
 from composer_dist.distributed.ranks.failures import is_lost
@@ -27,12 +29,13 @@ from composer_dist.distributed.ranks.reports import reason_of_loss
 from composer_dist.errors import ParallelismRuntimeError
 
 
-def check_call_order(units: Mapping[str, nn.Module], always: bool) -> None:
+def check_call_order(units: Mapping[str, nn.Module], record: Prepared, always: bool) -> None:
     """Compare the ranks before each collective of these units: names, in one order, and leading modules.
 
-    Unless `always`, only before a group's first collective and those that go through shared memory.
+    Also how often optimizers have stepped, by the model's record. Unless `always`, only before a group's
+    first collective and those that go through shared memory.
     """
-    order = _Order([name or "the root" for name in units], _torch.collective_timeout(), always)
+    order = _Order([name or "the root" for name in units], record, _torch.collective_timeout(), always)
     for index, module in enumerate(units.values()):
         _torch.before_collectives(module, partial(_compare, order, index))
 
@@ -43,6 +46,7 @@ class _Order:
 
     names: Sequence[str]
     """Of the units."""
+    record: Prepared
     limit: timedelta
     always: bool
     """Whether to compare also before collectives that are messages."""
@@ -94,12 +98,12 @@ def _compare(
     groups: Sequence[dist.ProcessGroup],
     plain: bool,
 ) -> torch.Tensor | None:
-    """Raise an error if the ranks' next collectives are for other units or lengths, or a rank is missing.
+    """Raise an error if the ranks' next collectives are for other units, lengths or steps, or one is missing.
 
     Returns:
         What the ranks of the first group send, where they share memory and the collective is `plain`.
     """
-    names, facts = order.names, [index, int(reduces), sent.numel()]
+    names, facts = order.names, [index, int(reduces), sent.numel(), order.record.steps]
     try:
         alike, rows = order.agree(facts, groups, sent if plain else None)
         if alike:
@@ -122,6 +126,12 @@ def _compare(
     other = next((row for row in table if row[1:] != one[1:]), None)
     if other is None:
         return None
+    if one[1:4] == other[1:4]:
+        raise ParallelismRuntimeError(
+            f"Optimizers have stepped {one[4]} times on rank {one[0]}, but {other[4]} times on rank "
+            f"{other[0]}. Every rank must call optimizer.step() after the same batches, also where its own "
+            "loss is not finite."
+        )
     if one[1:3] == other[1:3]:
         raise ParallelismRuntimeError(
             f"The ranks reduce different gradients of {names[index]}: rank {one[0]} {one[3]:,} elements, "

@@ -54,11 +54,13 @@ def summon_full_params(
 
     Raises:
         ParallelismValueError: a parameter has another shape afterwards.
-        ParallelismRuntimeError: a unit's forward inside, or a parameter removed.
+        ParallelismRuntimeError: a unit's forward inside, a parameter removed, or a rank does not call it.
     """
     check_usable(model)
     reshard(model)
     summoned = list(_sharded_parameters(model, recurse))
+    if summoned:
+        Agreement().reach("summon_full_params", None)  # names the ranks that do not call it
     present = not rank0_only or world_and_rank()[1] == 0
     for one in summoned:
         one.full = _summon(one.shard, present, offload_to_cpu, with_grads)

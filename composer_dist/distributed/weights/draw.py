@@ -16,6 +16,7 @@ import torch
 
 from composer_dist import _torch
 from composer_dist.structure.structure import Held
+from composer_dist.tensors.pages import provide
 from composer_dist.tensors.parts import Part
 
 _BLOCKS = {"cpu": 1 << 15}
@@ -126,6 +127,8 @@ def draw(fills: Sequence[Fill], seed: int, part: Part, target: torch.Tensor, dev
                 mine = max(start, low), min(stop, high)
                 place = target[position - first + mine[0] : position - first + mine[1]]
                 direct = mine == (start, stop) and target.device == device
+                if direct and device.type == "cpu":
+                    provide(place.data_ptr(), place.nbytes)
                 if not direct and not len(scratch):
                     scratch = torch.empty(size, dtype=target.dtype, device=device)
                 if direct or held != number:

@@ -3,7 +3,6 @@
 import inspect
 import json
 import os
-import re
 import socket
 import sys
 import textwrap
@@ -21,6 +20,7 @@ from composer_dist.files.index import check_inside, read_text
 from composer_dist.files.safetensors import read_index
 from composer_dist.recipe.named import check_directory
 from composer_dist.recipe.schema import Arguments, HubModel
+from composer_dist.structure.families import position_tables
 from composer_dist.users_code import is_of_users_code
 from composer_dist.wording import listed, near_miss
 
@@ -201,12 +201,7 @@ def check_positions(model: nn.Module, context: int | None) -> None:
     Raises:
         ParallelismValueError: names the table, both sizes and the keys.
     """
-    for name, table in model.named_modules():
-        last = name.rpartition(".")[2]
-        if not isinstance(table, nn.Embedding) or not re.search(r"^wpe$|(?<!relative_)position", last):
-            continue
-        reserved = table.padding_idx + 1 if table.padding_idx is not None else getattr(table, "offset", 0)
-        positions = table.num_embeddings - reserved
+    for name, positions in position_tables(model).items():
         if context is not None and context > positions:
             raise ParallelismValueError(
                 f"data.context is {context}, but {name} has only {positions} positions: lower "

@@ -102,7 +102,7 @@ class CheckpointSaver(Callback):
         overwrite: bool = False,
     ) -> None:
         self.folder = os.fspath(folder)
-        self._every = None if interval is None else Every("interval", interval)
+        self._every = None if interval is None else Every("CheckpointSaver's interval", interval)
         self._filename = filename
         if keep is not None and not (isinstance(keep, int) and keep > 0):
             raise ParallelismValueError(

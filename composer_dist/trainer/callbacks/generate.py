@@ -9,6 +9,7 @@ import torch
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import autocast
+from composer_dist.structure.families import position_tables
 from composer_dist.trainer.callbacks.base import Periodic
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.evaluation import evaluating
@@ -29,7 +30,8 @@ class Generate(Periodic):
         **options: of transformers' `generate`; by default 32 new tokens, without sampling.
 
     Raises:
-        ParallelismValueError: there are no prompts, or `generate` has no such option, at INIT.
+        ParallelismValueError: there are no prompts; at INIT: `generate` has no such option, or a text may
+            become longer than the model's table of positions.
         ParallelismTypeError: at INIT, on every rank: the model cannot generate or has no tokenizer.
     """
 
@@ -70,6 +72,21 @@ class Generate(Periodic):
         takes = signature(model.model.generate).parameters | signature(model.model.forward).parameters
         if unknown := unused.keys() - takes:
             raise ParallelismValueError(f"Generate: generate has no {', '.join(sorted(unknown))}.")
+        self._check_length(model)
+
+    def _check_length(self, model: Any) -> None:
+        """Refuse texts that may become longer than a table of positions: an IndexError in training."""
+        if model.config.is_encoder_decoder:
+            return
+        for prompt in self._prompts:
+            tokens = len(model.tokenizer(prompt)["input_ids"])
+            end = self._options.get("max_length") or tokens + self._options["max_new_tokens"]
+            for name, positions in position_tables(model.model.get_decoder()).items():
+                if end - 1 > positions:  # the last token is not given to the model again
+                    raise ParallelismValueError(
+                        f"Generate: the prompt {prompt!r} and what follows it may have {end} tokens, but "
+                        f"{name} has only {positions} positions. Lower max_new_tokens, or shorten the prompt."
+                    )
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         if self._every.passed(state):

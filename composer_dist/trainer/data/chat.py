@@ -130,6 +130,8 @@ class ChatTokenizer(RowTokenizer):
             raise ParallelismValueError(
                 f"{listed(empty)} {'is' if len(empty) == 1 else 'are'} empty. Remove the row."
             )
+        if text is not None:
+            raise ParallelismValueError(f"{self.text} must be a string, not {text!r}. Put it in quotes.")
         near = next(filter(None, (near_miss(name, known) for name in row if name not in known)), "")
         raise ParallelismValueError(
             f"A row needs messages, prompt and completion, {self.text}, or input_ids; it has "

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.logger import Row
 from composer_dist.trainer.loggers.tensorboard import markdown
@@ -68,7 +68,10 @@ class MLflowLogger(WritingLogger):
         from mlflow.exceptions import MlflowException
 
         self.failures = (OSError, MlflowException)
-        self._client = MlflowClient(self._uri)
+        try:
+            self._client = MlflowClient(self._uri)
+        except MlflowException as error:
+            raise ParallelismValueError(f"MLflowLogger: tracking_uri={self._uri!r}: {error}") from error
         with _few_retries():
             if id is None:
                 self._known = None

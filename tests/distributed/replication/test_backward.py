@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -333,3 +334,72 @@ def test_an_evaluation_that_changes_parameters_is_refused() -> None:
     model.eval()
     with torch.no_grad(), fails(ParallelismRuntimeError, "changed weight in place"):
         model(mine(inputs(1)[0]))
+
+
+class Fails(torch.autograd.Function):
+    """Backward raises while `now` is set."""
+
+    now = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if Fails.now:
+            raise MemoryError("no memory")
+        return gradients
+
+
+@pytest.mark.promise(66)
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@on_ranks(2)
+def test_training_goes_on_after_a_backward_that_raised_on_all_ranks(options: dict[str, Any]) -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    single = copy.deepcopy(model)
+    model[1].register_forward_hook(lambda module, args, output: Fails.apply(output))
+    parallelize_model(model, ddp(**options))
+    for step, x in enumerate(inputs(4)):
+        model.zero_grad()
+        single.zero_grad()
+        Fails.now = step == 1
+        with pytest.raises(MemoryError) if Fails.now else nullcontext():
+            model(mine(x)).square().mean().backward()
+        if not Fails.now:
+            single(x).square().mean().backward()
+            same_parameters(model, single, gradients=True)
+
+
+@pytest.mark.promise(66)
+@pytest.mark.parametrize(("options", "told"), [
+    ({}, "The last backward gave 2.bias no gradient .1 of 4 parameters.*call backward once, for their sum"),
+    ({"find_unused_parameters": True}, "The last backward gave 2.bias no gradient .1 of 4 parameters"),
+    ({"static_graph": True}, "gave gradients to different parameters: 2.bias.*leave out static_graph"),
+])  # fmt: skip
+@on_ranks(2)
+def test_a_penalty_with_a_backward_of_its_own_is_refused(options: dict[str, Any], told: str) -> None:
+    """It does not depend on the last bias; in one backward with the loss it is averaged."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    single = copy.deepcopy(model)
+    parallelize_model(model, ddp(**options))
+    x = inputs(1)[0].requires_grad_()
+
+    def penalty(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].square().sum(1).mean()
+
+    part = mine(x)
+
+    def apart() -> None:
+        penalty(model, part).backward()
+        model(part).square().mean().backward()
+
+    with pytest.raises(ParallelismRuntimeError, match=told):
+        apart()
+    if not options:
+        model.zero_grad()
+        replica_of(model).renew()  # type: ignore[union-attr]
+        (penalty(model, part) + model(part).square().mean()).backward()
+        (penalty(single, x) + single(x).square().mean()).backward()
+        same_parameters(model, single, gradients=True)

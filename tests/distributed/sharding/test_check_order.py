@@ -1,5 +1,6 @@
 """Ranks that run different units at one time: an error with their names, the same on every rank."""
 
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -177,3 +178,20 @@ def test_a_rank_that_does_not_arrive_at_a_board_is_an_error() -> None:
         with pytest.raises(LostError, match="another rank did not arrive within 0 s"):
             board.all_show(8, timedelta(seconds=0.05))
     dist.barrier()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@on_ranks(2)
+def test_a_step_that_one_rank_skips_is_an_error_in_the_next_forward(shared: bool) -> None:
+    with nullcontext() if shared else by_messages():
+        model = Layer()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        parallelize_model(model, ParallelismConfig(check_order=True), optimizer)
+        for _ in range(2):
+            model(torch.randn(3, WIDTH)).mean().backward()
+            optimizer.step()
+        model(torch.randn(3, WIDTH)).mean().backward()
+        if dist.get_rank() == 1:
+            optimizer.step()
+        with fails_alike(ParallelismRuntimeError, "stepped 2 times on rank 0, but 3 times on rank 1"):
+            model(torch.randn(3, WIDTH))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from composer_dist.checkpoint import full_model_state
 from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.training.summon import summon_full_params
-from composer_dist.errors import ParallelismError
+from composer_dist.errors import ParallelismError, ParallelismRuntimeError
 from tests.kit.compare import close, equal, fails_alike, full
 from tests.kit.huggingface import logits, lora_llama
 from tests.kit.meshes import BY_WORLD, PLACES, mesh_of
@@ -199,3 +199,15 @@ def test_a_plain_model_is_left_alone() -> None:
     with summon_full_params(model), torch.no_grad():
         model.scale.fill_(2)
     assert torch.equal(model.scale, torch.full((8,), 2.0))
+
+
+@on_ranks(2)
+def test_a_rank_that_does_something_else_is_named() -> None:
+    model = stateful()
+    parallelize_model(model, "fsdp")
+    with fails_alike(ParallelismRuntimeError, "summon_full_params"):
+        if dist.get_rank() == 0:
+            with summon_full_params(model):
+                pass
+        else:
+            full_model_state(model)

@@ -117,7 +117,7 @@ def test_options_that_cannot_work(tmp_path: Path) -> None:
         ({"monitor": "loss/eval/total", "save_top_k": 1.5}, "save_top_k must be a positive integer, not 1.5"),
         ({"filename": "model"}, "'model' would be the same for all"),
         ({"filename": "{step}"}, "'step' is unknown"),
-        ({"interval": "0ba"}, "interval must be positive"),
+        ({"interval": "0ba"}, "CheckpointSaver's interval must be positive"),
     ):
         with pytest.raises(ParallelismValueError, match=message):
             CheckpointSaver(tmp_path, **options)

@@ -100,3 +100,16 @@ def test_there_must_be_prompts() -> None:
     for prompts, size in (([], None), (["a"], 0)):
         with pytest.raises(ParallelismValueError, match="at least one prompt"):
             Generate(prompts, batch_size=size)
+
+
+@pytest.mark.parametrize("options", [{"max_new_tokens": 62}, {"max_length": 65}])
+def test_texts_end_within_the_table_of_positions(options: dict[str, int]) -> None:
+    """GPT-2's has 64 here; three tokens are the prompt's, and the last one needs no position."""
+    language = model(pretrained_gpt2)
+    _, log = fitted(language, train_dataloader=data(), callbacks=Generate("a b c", min_length=65, **options))
+    assert "generations" in log.tables
+    ((name, most),) = options.items()
+    with pytest.raises(ParallelismValueError, match="may have 66 tokens, but wpe has only 64 positions"):
+        quiet(language, callbacks=Generate("a b c", **{name: most + 1}))
+    language = model()
+    quiet(language, callbacks=Generate("a b c", max_new_tokens=10**6))  # rotary positions have no end

@@ -221,6 +221,7 @@ FORGETFUL = UNMARKED.replace("message.content or ''", "message.content if loop.l
     (MARKED, {"input_ids": [1, 2], "labels": [1]}, "input_ids has 2 tokens, but labels has 1"),
     (MARKED, {"input_ids": ["1", "2"]}, "input_ids must be a list of integers"),
     (MARKED, {"messages": None, "tools": None}, "messages is empty. Remove the row"),
+    (MARKED, {"text": 5}, "text must be a string, not 5. Put it in quotes"),
     (MARKED, {"mesages": []}, "it has mesages. Did you mean 'messages'"),
     ("{{ missing.content }}", CONVERSATIONS[0] | {"loss": 0}, "cannot render the messages .Undef"),
     (None, CONVERSATIONS[0], "no chat template, which messages need"),

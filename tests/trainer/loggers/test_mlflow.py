@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import Callback, MLflowLogger, Timestamp, Trainer
 from tests.kit.training import At, Table, loader, quiet, raising
 
@@ -59,6 +60,11 @@ def test_a_server_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.Monk
             MLflowLogger(tracking_uri="http://127.0.0.1:9")._open(Timestamp(), None)
         assert os.environ.get(name) == given
     assert seen == ["2", "5"]
+
+
+def test_an_address_of_no_known_kind_is_named() -> None:
+    with pytest.raises(ParallelismValueError, match="MLflowLogger: tracking_uri='foo://x': "):
+        MLflowLogger(tracking_uri="foo://x")._open(Timestamp(), None)
 
 
 def test_metrics_tables_and_parameters_reach_the_run_and_it_is_resumed(uri: str) -> None:
