@@ -11,7 +11,9 @@ from composer_dist.distributed.training.changes import Watch
 
 @pytest.mark.promise(105)
 @pytest.mark.parametrize("offset", [0, 1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex128, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex128, torch.bool]
+)
 def test_each_byte_that_a_kernel_writes_is_seen(dtype: torch.dtype, offset: int) -> None:
     """Wherever the tensor begins in its memory."""
     held = torch.zeros(offset + 13, dtype=dtype)[offset:]
