@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from composer_dist import _torch
 from composer_dist.distributed.moving.gather import gather
 from composer_dist.distributed.moving.scatter import write_full
-from composer_dist.distributed.prepared import check_usable, reshard
+from composer_dist.distributed.prepared import check_usable, mesh_of, reshard
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import world_and_rank
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
@@ -59,8 +59,10 @@ def summon_full_params(
     check_usable(model)
     reshard(model)
     summoned = list(_sharded_parameters(model, recurse))
+    mesh = mesh_of(model)
+    agreement = Agreement(None if mesh is None else mesh.ranks)
     if summoned:
-        Agreement().reach("summon_full_params", None)  # names the ranks that do not call it
+        agreement.reach("summon_full_params", None)  # names the ranks that do not call it
     present = not rank0_only or world_and_rank()[1] == 0
     for one in summoned:
         one.full = _summon(one.shard, present, offload_to_cpu, with_grads)
@@ -73,7 +75,7 @@ def summon_full_params(
         with _torch.shards_kept(model):
             yield
         if writeback and summoned:
-            _write_back(summoned, rank0_only, with_grads)
+            _write_back(summoned, agreement, rank0_only, with_grads)
     finally:
         for hook in hooks:
             hook.remove()
@@ -130,9 +132,9 @@ def _register(places: list[tuple[nn.Module, str]], parameter: nn.Parameter) -> N
         module._parameters[name] = parameter
 
 
-def _write_back(summoned: list[_Summoned], rank0_only: bool, with_grads: bool) -> None:
+def _write_back(summoned: list[_Summoned], agreement: Agreement, rank0_only: bool, with_grads: bool) -> None:
     """Check the parameters that the modules hold now, and write them into the shards."""
-    with Agreement().together("summon_full_params"):
+    with agreement.together("summon_full_params"):
         held = [None if one.full is None else _held(one, with_grads) for one in summoned]
     for one, full in zip(summoned, held, strict=True):
         write_full(one.shard, full, rank0_only)

@@ -80,7 +80,8 @@ class Generate(Periodic):
             return
         for prompt in self._prompts:
             tokens = len(model.tokenizer(prompt)["input_ids"])
-            end = self._options.get("max_length") or tokens + self._options["max_new_tokens"]
+            new = self._options.get("max_new_tokens")
+            end = self._options.get("max_length") or 20 if new is None else tokens + new
             for name, positions in position_tables(model.model.get_decoder()).items():
                 if end - 1 > positions:  # the last token is not given to the model again
                     raise ParallelismValueError(
