@@ -3,8 +3,10 @@
 import copy
 import logging
 from contextlib import nullcontext
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from composer_dist.distributed import clip_grad_norm, no_sync, parallelize_model
+from composer_dist.distributed.replication import replica
 from composer_dist.distributed.replication.apply import ddp_sync_context
 from composer_dist.distributed.replication.replica import replica_of
 from composer_dist.errors import ParallelismRuntimeError
@@ -370,6 +373,25 @@ def test_training_goes_on_after_a_backward_that_raised_on_all_ranks(options: dic
         if not Fails.now:
             single(x).square().mean().backward()
             same_parameters(model, single, gradients=True)
+
+
+@on_ranks(2)
+def test_a_rank_whose_backward_raises_alone_waits_for_the_others_for_a_limited_time() -> None:
+    model = nn.Sequential(nn.Linear(8, 4))
+    model[0].register_forward_hook(lambda module, args, output: Fails.apply(output))
+    parallelize_model(model, ddp())
+    x = mine(inputs(1)[0])
+    for _ in range(2):  # in the second forward, DDP sends the order of its buckets
+        model(x).mean().backward()
+    if dist.get_rank() == 0:
+        Fails.now = True
+        with pytest.raises(MemoryError):
+            model(x).mean().backward()
+        limit = mock.patch.object(replica, "_PATIENCE", timedelta(seconds=1))
+        with limit, fails(ParallelismRuntimeError, "Rank 1 did not answer within 1 s at 'going on"):
+            model(x)
+        Fails.now = False
+    dist.barrier()
 
 
 @pytest.mark.promise(66)

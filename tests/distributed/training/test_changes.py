@@ -9,7 +9,7 @@ from torch import nn
 from composer_dist.distributed.training.changes import Watch
 
 
-@pytest.mark.promise(105)
+@pytest.mark.promise(104)
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex128, torch.bool]
