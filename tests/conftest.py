@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import sys
 
 # Before torch is imported, here and in the workers, which inherit the environment.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -72,6 +73,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hides the GPUs, also from child processes, unless the tests that need one are asked for."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Has the workers of `tests.kit.world` share what the collection has imported, where it is much."""
+    if "PYTEST_XDIST_WORKER" in os.environ and sys.platform == "linux":
+        world.fork_server()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

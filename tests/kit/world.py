@@ -4,8 +4,9 @@
 rank returned. The function goes to the workers by reference, so it stands at module level; its
 arguments and its result travel as pickles, by value. `@on_ranks(2)` makes such a function the test.
 
-The workers are forked from a server that has imported torch once, start when first needed, and
-live until the test session ends. What keeps tests apart: each run has its own process group over
+The workers are forked from a server, start when first needed, and live until the test session ends. In
+a run of many tests the server is a fork of pytest's own process, which has imported all test modules;
+else it imports torch. What keeps tests apart: each run has its own process group over
 its own part of one store, and random state, defaults, environment, working directory and warning
 filters are set anew. After a failure, be it an exception, a death or a hang, the workers that took
 part are replaced.
@@ -14,21 +15,26 @@ part are replaced.
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
+import logging
 import multiprocessing
 import os
 import pickle
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, arbitrary_address, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -50,9 +56,38 @@ PRELOAD = [
     "torch.distributed.tensor.parallel",
 ]
 """What the server imports; the workers forked from it have it for nothing."""
-if "PYTEST_XDIST_WORKER" in os.environ:  # a run of many tests: most workers import these sooner or later
-    PRELOAD += ["peft", "torchmetrics", "transformers.modeling_layers", "torch._inductor.compile_fx"]
-    PRELOAD += ["composer_dist.trainer", "composer_dist.recipe.build"]
+if "PYTEST_XDIST_WORKER" in os.environ:  # a run of many tests: most workers import this sooner or later
+    PRELOAD += ["torch._inductor.compile_fx"]
+
+
+def fork_server() -> None:
+    """Makes this process, with all that it has imported, the one that workers are forked from."""
+    server: Any = forkserver._forkserver
+    resource_tracker.ensure_running()
+    # Python warns of forks beside threads; that of execnet only reads.
+    with socket.socket(socket.AF_UNIX) as listener, warnings.catch_warnings(action="ignore"):
+        address = arbitrary_address("AF_UNIX")
+        listener.bind(address)
+        listener.listen()
+        alive_r, alive_w = os.pipe()
+        if not (pid := os.fork()):
+            os.close(alive_w)
+            _serve_forks(listener.detach(), alive_r)
+    os.close(alive_r)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive_w, pid
+
+
+def _serve_forks(listener: int, alive: int) -> NoReturn:
+    """Without what pytest has changed for its own process."""
+    try:
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+        logging.getLogger().handlers.clear()
+        warnings.resetwarnings()
+        gc.freeze()
+        forkserver.main(listener, alive, PRELOAD)
+    finally:
+        os._exit(0)
 
 
 class WorkerError(AssertionError):
