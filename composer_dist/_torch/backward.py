@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.errors import ParallelismError, ParallelismRuntimeError
 
 Owner = TypeVar("Owner")
 
@@ -49,7 +49,7 @@ _running: list[bool] = []
 """Of each backward that runs in the process, whether `torch.autograd.grad` has called it."""
 _leaves: list[Callable[[torch.Tensor], torch.Tensor]] = []
 _starts: list[Callable[[], None]] = []
-_explanations: list[Callable[[RuntimeError], str | None]] = []
+_explanations: list[Callable[[RuntimeError], str | ParallelismError | None]] = []
 _failures: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
 
 
@@ -69,10 +69,13 @@ def replace_inputs(leaf_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         _leaves.append(leaf_of)
 
 
-def explain_in_backward(explain: Callable[[RuntimeError], str | None]) -> None:
+def explain_in_backward(explain: Callable[[RuntimeError], str | ParallelismError | None]) -> None:
     """Have every backward raise what `explain` returns for its error, if it is not None.
 
     For all backwards of the process, by the function through which torch starts each. Since torch 2.1.
+
+    Args:
+        explain: returns a message beside which torch's error is shown, or an error that is raised instead.
     """
     if explain not in _explanations:
         _explanations.append(explain)
@@ -105,8 +108,11 @@ def _watch_backward() -> None:
             for owner, forget in list(_failures.items()) if len(_running) == 1 else ():
                 forget(owner)
             if isinstance(error, RuntimeError):
-                for message in filter(None, (explain(error) for explain in _explanations)):
-                    raise ParallelismRuntimeError(message) from error
+                for reason in (explain(error) for explain in _explanations):
+                    if isinstance(reason, ParallelismError):
+                        raise reason from None
+                    if reason is not None:
+                        raise ParallelismRuntimeError(reason) from error
             raise
         finally:
             _running.remove(is_grad)

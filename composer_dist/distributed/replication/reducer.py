@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from composer_dist import _torch
+from composer_dist.distributed.ranks.reports import reason_of_loss
 from composer_dist.distributed.replication.hooks import CommHook, LocalSGD
 from composer_dist.distributed.training.average_gradients import average_gradients
 from composer_dist.distributed.training.changes import is_power_of_two
@@ -85,7 +86,9 @@ class Reducer(_torch.InPlaceDDP):
         self._backward = -1  # in case the last one raised
 
     def on_error(self, error: RuntimeError) -> None:
-        """Say which gradients DDP still waits for, if that is the error."""
+        """Say which gradients DDP still waits for, or which rank has ended, if that is the error."""
+        if (reason := reason_of_loss(error, "a DDP forward")) is not None:
+            raise reason from None
         if "finished reduction" not in str(error):
             return
         missing = self._expected or set(self.names.values()) - self._seen

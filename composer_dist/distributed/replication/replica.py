@@ -23,13 +23,14 @@ from composer_dist.distributed import prepared
 from composer_dist.distributed.before_steps import Check
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.ranks.reports import reason_of_loss
 from composer_dist.distributed.replication.checks import Checks
 from composer_dist.distributed.replication.hooks import CommHook, LocalSGD, reduced_in
 from composer_dist.distributed.replication.plan import ReplicaPlan
 from composer_dist.distributed.replication.precision import compute_as_before, compute_in
 from composer_dist.distributed.replication.reducer import Reducer
 from composer_dist.distributed.training.local_gradients import LocalGradients
-from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.errors import ParallelismError, ParallelismRuntimeError
 
 _PATIENCE = timedelta(seconds=60)
 """For the other ranks, after a backward that has raised; on one rank alone, they wait for its gradients."""
@@ -72,6 +73,7 @@ class Replica:
         after = torch.compiler.disable(self._after_forward)
         self._handles.append(model.register_forward_hook(after, always_call=True))
         _torch.after_failed_backward(self, Replica._after_failed_backward)
+        _torch.explain_in_backward(_lost)
         prepared.record(model).replica = self
 
     @property
@@ -195,6 +197,10 @@ class Replica:
             self._ddp.register_comm_hook(*self._hook)
         self._ddp.hook = self._hook
         _torch.serve_in_place(model, self._ddp)
+
+
+def _lost(error: RuntimeError) -> ParallelismError | None:
+    return reason_of_loss(error, "a DDP backward")
 
 
 def replica_of(model: nn.Module) -> Replica | None:

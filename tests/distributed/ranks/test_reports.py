@@ -113,11 +113,16 @@ def test_a_rank_that_ends_without_a_word_is_named_with_the_step(
 def loop_without_rank_1() -> list[str]:
     """A plain loop: rank 1 ends, and rank 0 calls our functions."""
     model = torch.nn.Linear(4, 4)
-    parallelize_model(model, "fsdp")
-    model(torch.ones(2, 4)).sum().backward()
+    replicas = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+    for one, mode in ((model, "fsdp"), *((replica, "ddp") for replica in replicas)):
+        parallelize_model(one, mode)
+        one(torch.ones(2, 4)).sum().backward()
+    loss = replicas[0](torch.ones(2, 4)).sum()
     end_rank_1()
     calls: list[Callable[[], Any]] = [
         lambda: model(torch.ones(2, 4)),
+        loss.backward,
+        lambda: replicas[1](torch.ones(2, 4)),
         lambda: clip_grad_norm(model, 1.0),
         lambda: average_gradients([torch.nn.Parameter(torch.ones(1))]),
         lambda: process_group.all_reduce(torch.ones(1)),
@@ -136,8 +141,8 @@ def loop_without_rank_1() -> list[str]:
 def test_in_a_plain_loop_a_rank_that_ends_is_named_with_the_function(world2: World) -> None:
     with pytest.raises(WorkerError) as caught:
         world2(loop_without_rank_1)
-    names = ["gather the root", "clip_grad_norm", "average_gradients", "all_reduce", "gather_objects"]
-    names += ["broadcast", "barrier"]
+    names = ["gather the root", "a DDP backward", "a DDP forward", "clip_grad_norm", "average_gradients"]
+    names += ["all_reduce", "gather_objects", "broadcast", "barrier"]
     assert caught.value.results == {
         0: [f"Rank 1 ended while rank 0 was at '{name}'; see the output there." for name in names]
     }, caught.value
