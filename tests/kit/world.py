@@ -31,7 +31,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, arbitrary_address, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -63,7 +63,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a run of many tests: most workers imp
 def fork_server() -> None:
     """Makes this process, with all that it has imported, the one that workers are forked from."""
     server: Any = forkserver._forkserver
-    resource_tracker.ensure_running()
     # Python warns of forks beside threads; that of execnet only reads.
     with socket.socket(socket.AF_UNIX) as listener, warnings.catch_warnings(action="ignore"):
         address = arbitrary_address("AF_UNIX")
