@@ -48,7 +48,7 @@ from composer_dist.integrations.transformers_arguments import (
     read_parallelism,
 )
 from composer_dist.integrations.transformers_loss import ChunkedLossMixin, base_model
-from composer_dist.integrations.transformers_rows import gather_once, share_rows
+from composer_dist.integrations.transformers_rows import gather_once, rows_that_count, share_rows, with_rows
 from composer_dist.precision import Precision
 
 __all__ = ["ComposerDistMixin", "ParallelArguments"]
@@ -260,6 +260,20 @@ class ComposerDistMixin(ChunkedLossMixin):
         return super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *given: Any, **named: Any) -> Any:
+        """As the Trainer's; copies of rows that fill the last batch do not count in its loss."""
+        counting, rows, weight = rows_that_count(inputs, self.parallelize().mesh, self.accelerator)
+        part = with_rows(inputs, rows, counting or rows)
+        by_token = self.args.average_tokens_across_devices and (
+            self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        )
+        if by_token and not weight and "labels" in part:
+            part = {**part, "labels": torch.full_like(part["labels"], -100)}
+        loss, *results = super().prediction_step(model, part, *given, **named)
+        if by_token and loss is not None:
+            loss = loss * weight
+        return loss, *(with_rows(one, counting, rows) for one in results)
 
     # Checkpoints and exports, which all ranks write and read
 

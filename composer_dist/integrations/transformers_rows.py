@@ -5,13 +5,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
-from accelerate.utils import recursively_apply
+from accelerate.utils import find_batch_size, recursively_apply
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from composer_dist.distributed import sampler_kwargs
 from composer_dist.errors import ParallelismValueError
+from composer_dist.tensors.nested import named_tensors
 
 
 def share_rows(loader: DataLoader[Any], mesh: DeviceMesh, accelerator: Accelerator, what: str) -> None:
@@ -48,3 +49,33 @@ def gather_once(values: Any, mesh: DeviceMesh, accelerator: Accelerator) -> Any:
         return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
 
     return recursively_apply(pick, accelerator.gather(values))
+
+
+def rows_that_count(inputs: Any, mesh: DeviceMesh, accelerator: Accelerator) -> tuple[int, int, float]:
+    """How many rows of a batch count in this rank's results, and how many it has.
+
+    accelerate fills the last batches with copies of the first rows and drops their results when it gathers
+    them. All rows count where that leaves nothing, and where a tensor does not have one entry for each row.
+
+    Returns:
+        Both, and by what to multiply this rank's part of the mean over all ranks' tokens: the Trainer weighs
+        it by the rank's rows that count, as if it were a mean over these. 0 if none count.
+    """
+    state, rows = accelerator.gradient_state, find_batch_size(inputs) or 0
+    lengths = {len(one) for _, one in named_tensors(inputs) if one.dim()}
+    if not (lengths == {rows} and state.end_of_dataloader and state.remainder > 0):
+        return rows, rows, 1.0
+    place = sampler_kwargs(mesh)
+    counting = min(max(state.remainder - place["rank"] * rows, 0), rows)
+    return counting, rows, state.remainder / (place["num_replicas"] * counting) if counting else 0.0
+
+
+def with_rows(values: Any, before: int, after: int) -> Any:
+    """Nested tensors of `before` rows with `after` rows: the first ones, and copies of the first one."""
+
+    def resize(tensor: Tensor) -> Tensor:
+        if before == after or not tensor.dim() or len(tensor) != before:
+            return tensor
+        return tensor[torch.arange(after, device=tensor.device) % before]
+
+    return recursively_apply(resize, values)
