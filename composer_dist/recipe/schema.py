@@ -278,7 +278,7 @@ class Run(Section):
     @model_validator(mode="after")
     def _has_reference(self) -> Run:
         prefers = isinstance(self.data, PreferenceData)
-        if not prefers and "dpo" in self.model.model_fields_set:
+        if not prefers and getattr(self.model, "dpo", DPO()) != DPO():
             raise ValueError("model.dpo has no effect: it needs data of kind preferences")
         if prefers and getattr(self.model, "adapter", None) is None:
             raise ValueError(

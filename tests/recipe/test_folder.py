@@ -16,6 +16,7 @@ from tests.kit.scripts.locking import holding
 
 pytestmark = pytest.mark.promise(109)
 
+ENGLISH = Path(__file__).parents[2] / "examples" / "demo" / "english.yaml"
 RUN = """\
 model: {kind: module, name: torch.nn.Linear, arguments: {in_features: 3, out_features: 2}, num_classes: 2}
 data: {kind: function, name: "mine.py:data", batch_size: 4}
@@ -46,6 +47,14 @@ def test_the_folder_has_the_configuration_and_the_environment(tmp_path: Path) ->
         pass
     seeds = [yaml.safe_load((out / f"configuration{n}.yaml").read_text())["seed"] for n in ("", ".1")]
     assert seeds == [4, 3]
+
+
+def test_the_configuration_of_a_run_with_a_hugging_face_model_starts_it_again(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(ENGLISH.read_text())
+    first = read_configuration(tmp_path / "run.yaml", [f"out={tmp_path / 'out'}"])
+    with run_folder(first):
+        pass
+    assert read_configuration(tmp_path / "out" / "configuration.yaml").run == first.run
 
 
 def test_two_runs_at_a_time_cannot_have_one_folder(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ _LONGEST = 1 << 26
 """Characters of a line; a file with a longer one may be larger than memory."""
 
 
+_MOST = 100_000
+"""Lines that wait for a disk that is full; the newest ones."""
+
+
 class FileLogger(WritingLogger):
     """Writes one JSON object a line: the time and all that was logged then, by name.
 
@@ -26,7 +31,7 @@ class FileLogger(WritingLogger):
 
     A resumed run continues the same file, without the lines of batches that it repeats. A new run renames an
     existing file to `<name>.1<suffix>` and so on. A resumed one keeps a copy under such a name, and warns, if
-    the file has lines that it cannot read.
+    the file has lines that it cannot read. Lines that a full disk does not take are written later.
 
     Args:
         path: the file; its directory is made.
@@ -38,6 +43,8 @@ class FileLogger(WritingLogger):
         self._path = Path(path)
         self._last = 0.0
         """The batch of the last line."""
+        self._waiting: list[str] = []
+        """Lines that could not be written, on a full disk for example; the next write has them too."""
 
     def _open(self, start: Timestamp, id: str | None) -> str:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,6 +56,7 @@ class FileLogger(WritingLogger):
 
     def _rewind(self, now: Timestamp) -> None:
         """Removes the lines of later batches, and a last line that was cut off."""
+        self._waiting = [line for line in self._waiting if _batch_of(line) <= now.batch]
         if now.batch >= self._last:
             return
         self._last = now.batch
@@ -96,8 +104,22 @@ class FileLogger(WritingLogger):
                     return
 
     def _write(self, objects: Sequence[Mapping[str, Any]]) -> None:
-        with self._path.open("a") as file:
-            file.writelines(map(_spell, objects))
+        """Appends all of them, and what could not be written before, or nothing."""
+        self._waiting = [*self._waiting, *map(_spell, objects)][-_MOST:]
+        size = 0
+        try:
+            with self._path.open("ab") as file:
+                size = file.tell()
+                file.write("".join(self._waiting).encode())
+        except OSError:
+            with suppress(OSError):
+                os.truncate(self._path, size)
+            raise
+        self._waiting = []
+
+    def _shut(self) -> None:
+        if self._waiting:
+            self._write([])
 
 
 def _spell(line: Mapping[str, Any]) -> str:

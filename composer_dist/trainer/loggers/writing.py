@@ -27,7 +27,8 @@ from composer_dist.trainer.state import State
 class WritingLogger(LoggerDestination):
     """The base of loggers that write files or talk to a service; override the methods `_open` to `_shut`.
 
-    A failure to open is an error on every rank. A later failure to write is a warning, and the run continues.
+    A failure to open is an error on every rank. A later failure to write is a warning, once for several in a
+    row, and the run continues.
 
     Args:
         interval: how often to write, besides after evaluations, before checkpoints and at the end. An
@@ -44,8 +45,7 @@ class WritingLogger(LoggerDestination):
         """Hyperparameters not written yet."""
         self._metrics: list[tuple[Timestamp, dict[str, float | Tensor]]] = []
         self._tables: list[tuple[Timestamp, str, Sequence[str], Sequence[Row]]] = []
-        self._is_open = False
-        self._writes = False
+        self._is_open = self._writes = self._failing = False
         self._id: str | None = None
         """What a later process needs to continue the same output, equal on all ranks."""
 
@@ -133,6 +133,7 @@ class WritingLogger(LoggerDestination):
                 self._write_metrics(entries)
             for time, name, columns, rows in tables:
                 self._write_table(time, name, columns, rows)
+            self._failing = False
 
         if news or entries or tables:
             self._attempt(write)
@@ -141,10 +142,12 @@ class WritingLogger(LoggerDestination):
         try:
             write()
         except self.failures as error:
-            warnings.warn(
-                f"{type(self).__name__} could not write: {type(error).__name__}: {error}. Training goes on.",
-                stacklevel=2,
-            )
+            if not self._failing:
+                why = f"{type(error).__name__}: {error}"
+                warnings.warn(
+                    f"{type(self).__name__} could not write: {why}. Training goes on.", stacklevel=2
+                )
+            self._failing = True
 
     def _open(self, start: Timestamp, id: str | None) -> str | None:
         """Opens the output for a run that starts, or resumes, at `start`.

@@ -3,9 +3,12 @@
 import copy
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -149,12 +152,33 @@ def test_fits_of_one_trainer_share_a_file_and_another_run_keeps_it_beside_its_ow
     assert names == {"metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"}
 
 
-def test_a_full_disk_is_a_warning_and_training_continues(tmp_path: Path) -> None:
-    trainer, file = trainer_of(tmp_path / "metrics.jsonl")
-    file._write = Mock(side_effect=OSError(28, "No space left on device"))  # type: ignore[method-assign]
-    with pytest.warns(UserWarning, match="FileLogger could not write: OSError.*No space left"):
-        trainer.fit(duration="2ba")
-    assert trainer.state.timestamp.batch == 2
+@contextmanager
+def nearly_full(path: Path, mode: str = "r", **options: Any) -> Iterator[Any]:
+    """As `open`; a write takes half of the bytes, and then the disk is full."""
+    with open(path, mode, **options) as file:
+        if mode == "ab":
+
+            def write(text: bytes) -> None:
+                file.write(text[: len(text) // 2])
+                raise OSError(28, "No space left on device")
+
+            yield SimpleNamespace(tell=file.tell, write=write)
+        else:
+            yield file
+
+
+def test_a_full_disk_is_one_warning_and_its_lines_are_written_later(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    trainer, _ = trainer_of(path)
+    trainer.fit(duration="1ba")
+    whole = path.read_text()
+    with patch.object(Path, "open", nearly_full):
+        with pytest.warns(UserWarning, match="FileLogger could not write: OSError.*No space left"):
+            trainer.fit(duration="1ba")
+        trainer.fit(duration="2ba")  # warns no more
+    assert path.read_text() == whole
+    trainer.close()
+    assert logged(path) == [1, 2, 3, 4]
 
 
 def on_two_ranks(path: Path) -> list[str]:
