@@ -105,8 +105,9 @@ def _choose(former: Former, model: nn.Module, optimizer: Optimizer) -> Check[nn.
     found = [(name, one) for each in former for name, one in each.items() if id(one) in held]
     if not found:
         _check_apart(model, held)
-    params = [param for unit in _units(model) for param in _torch.fsdp_params(unit)]
-    mine = {id(param.sharded_param) for param in params} & held.keys()
+    shards = [param.sharded_param for unit in _units(model) for param in _torch.fsdp_params(unit)]
+    shards += [one for one in model.parameters() if isinstance(one, DTensor)]  # of tensor parallelism alone
+    mine = set(map(id, shards)) & held.keys()
     return partial(_before_step, found, mine) if found or mine else None
 
 

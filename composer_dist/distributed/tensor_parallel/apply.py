@@ -26,6 +26,7 @@ from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.tensor_parallel import collectives
+from composer_dist.distributed.tensor_parallel.alike import compare_forwards
 from composer_dist.distributed.tensor_parallel.collectives import SEQUENCE, local
 from composer_dist.distributed.tensor_parallel.loss import give_loss
 from composer_dist.distributed.tensor_parallel.matrices import Cut, out_dim
@@ -94,6 +95,7 @@ def arm(structure: Structure, plan: TensorParallelPlan | None, mesh: Mesh, agree
     _torch.explain_in_backward(_changed)
     if (tp := mesh.tp) is not None:
         agreement.collectively("the random state", lambda: _align_random_state(tp))
+        compare_forwards(structure.modules[""], tp)
 
 
 def _changed(error: RuntimeError) -> str | None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
+from composer_dist.distributed.ranks.reports import reason_of_loss
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.tensors.parts import chunk
 
@@ -134,8 +135,18 @@ def require_even(tensor: Tensor, mesh: DeviceMesh, dim: int = SEQUENCE) -> None:
 # checkpointing keeps their results.
 
 
+def _reached(collective: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """The result of a collective; if it fails because another rank has ended, the error names that rank."""
+    try:
+        return collective(*arguments)
+    except RuntimeError as error:
+        if (reason := reason_of_loss(error, "a collective of tensor parallelism")) is None:
+            raise
+        raise reason from None
+
+
 def _all_reduce(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    return _torch.all_reduced(tensor.contiguous(), mesh.get_group().group_name)
+    return _reached(_torch.all_reduced, tensor.contiguous(), mesh.get_group().group_name)
 
 
 def _part(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
@@ -151,12 +162,12 @@ def _all_gather(tensor: Tensor, dim: int, size: int, mesh: DeviceMesh) -> Tensor
         shape = list(tensor.shape)
         shape[dim] = missing
         tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
-    gathered = _torch.all_gathered(tensor.contiguous(), mesh.size(), mesh.get_group().group_name)
+    gathered = _reached(_torch.all_gathered, tensor.contiguous(), mesh.size(), mesh.get_group().group_name)
     return torch.cat(gathered.chunk(mesh.size()), dim).narrow(dim, 0, size).contiguous()
 
 
 def _reduce_scatter(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     require_even(tensor, mesh, dim)
     moved = tensor.movedim(dim, 0).contiguous()
-    result = _torch.reduce_scattered(moved, mesh.size(), mesh.get_group().group_name)
+    result = _reached(_torch.reduce_scattered, moved, mesh.size(), mesh.get_group().group_name)
     return result.movedim(0, dim).contiguous()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from composer_dist import MeshConfig, ParallelismConfig, TPConfig
 from composer_dist.distributed import clip_grad_norm, parallelize_model, process_group
 from composer_dist.distributed.ranks.failures import is_lost
 from composer_dist.distributed.ranks.reports import told_to_all
@@ -117,11 +118,15 @@ def loop_without_rank_1() -> list[str]:
     for one, mode in ((model, "fsdp"), *((replica, "ddp") for replica in replicas)):
         parallelize_model(one, mode)
         one(torch.ones(2, 4)).sum().backward()
-    loss = replicas[0](torch.ones(2, 4)).sum()
+    cut = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    parallelize_model(
+        cut, ParallelismConfig(mesh=MeshConfig(tp=2), tp=TPConfig(plan={"0": "colwise_gather"}))
+    )
+    losses = [one(torch.ones(2, 4, requires_grad=True)).sum() for one in (replicas[0], cut)]
     end_rank_1()
     calls: list[Callable[[], Any]] = [
         lambda: model(torch.ones(2, 4)),
-        loss.backward,
+        losses[0].backward,
         lambda: replicas[1](torch.ones(2, 4)),
         lambda: clip_grad_norm(model, 1.0),
         lambda: average_gradients([torch.nn.Parameter(torch.ones(1))]),
@@ -129,6 +134,8 @@ def loop_without_rank_1() -> list[str]:
         lambda: process_group.gather_objects("mine"),
         lambda: process_group.broadcast("mine", src=1),
         process_group.barrier,
+        losses[1].backward,
+        lambda: cut(torch.ones(2, 4)),
     ]
     texts = []
     for call in calls:
@@ -143,6 +150,7 @@ def test_in_a_plain_loop_a_rank_that_ends_is_named_with_the_function(world2: Wor
         world2(loop_without_rank_1)
     names = ["gather the root", "a DDP backward", "a DDP forward", "clip_grad_norm", "average_gradients"]
     names += ["all_reduce", "gather_objects", "broadcast", "barrier"]
-    assert caught.value.results == {
-        0: [f"Rank 1 ended while rank 0 was at '{name}'; see the output there." for name in names]
-    }, caught.value
+    names += ["a collective of tensor parallelism"]
+    texts = [f"Rank 1 ended while rank 0 was at '{name}'; see the output there." for name in names]
+    texts += ["Rank 1 died at 'a forward of tensor parallelism'; see the output there."]
+    assert caught.value.results == {0: texts}, caught.value
