@@ -18,7 +18,7 @@ from composer_dist.distributed.feature_plan import (
     refuse_compiled,
     sent_along,
 )
-from composer_dist.distributed.tensor_parallel.adapters import with_adapters
+from composer_dist.distributed.tensor_parallel.adapters import refuse_prefixes, with_adapters
 from composer_dist.distributed.tensor_parallel.heads import Division, plan_divisions
 from composer_dist.distributed.tensor_parallel.infer import infer_styles
 from composer_dist.distributed.tensor_parallel.matrices import Cut, cuts_of, is_matrix
@@ -109,6 +109,8 @@ def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> Tens
     with Faults() as faults:
         with faults.catching():
             divisions = plan_divisions(structure, styled, size, options.head_attributes)
+        with faults.catching():
+            refuse_prefixes(structure, styled)
         styled = with_adapters(structure, _share_inputs(styled))
         with faults.catching():
             cuts = _cuts(structure, styled, size)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -252,6 +253,14 @@ def fused() -> nn.Module:
 
 
 UP = {"plan": {"up": "colwise"}}
+
+
+def prefixed() -> nn.Module:
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model: nn.Module = peft.get_peft_model(llama(), config)
+    return model
+
+
 FAULTS: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (UnevenMlp, {"plan": {"upp": "colwise"}}, "no module matches 'upp'. Did you mean 'up'?"),
     (UnevenMlp, {"plan": {"up": "columns"}}, "no tensor-parallel style 'columns'.*Did you mean 'colwise'?"),
@@ -273,6 +282,17 @@ FAULTS: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (warmed, {}, "temperature stays whole inside the root, where each rank has only some"),
     (lambda: lora(llama(), use_dora=True), {}, r"0\.self_attn\.q_proj has adapters whose lora_magnitude"),
     (lambda: lora(llama(), target_modules=["embed_tokens"]), {}, "embed_tokens .*embedding cannot be cut"),
+    (
+        lambda: lora(llama(), trainable_token_indices={"embed_tokens": [1]}),
+        {},
+        "embed_tokens has trainable tokens of peft",
+    ),
+    (
+        lambda: lora(llama(), target_parameters=["mlp.up_proj.weight"]),
+        {},
+        "up_proj has adapters whose target_parameters cannot be cut",
+    ),
+    (prefixed, {}, "Prefix tuning gives each layer keys and values of all heads.*FSDP2 or DDP"),
 ]
 
 
