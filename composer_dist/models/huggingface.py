@@ -109,8 +109,12 @@ class HuggingFaceModel(ComposerModel):
                 "function return a mapping of tensors (input_ids, labels, ...)."
             )
         inputs = {key: value for key, value in batch.items() if key in self._arguments}
-        if "position_ids" in inputs and "attention_mask" not in inputs and "use_cache" in self._arguments:
+        is_packed = "position_ids" in inputs and "attention_mask" not in inputs
+        if "use_cache" in self._arguments and (
+            is_packed or (self.model.training and torch.is_grad_enabled())
+        ):
             # With a cache, transformers does not detect packed documents: they would attend to each other.
+            # In training nobody reads it, and a compiled block would be compiled anew for each index in it.
             inputs.setdefault("use_cache", False)
         with self._without_logits(inputs):
             return self.model(**inputs)

@@ -54,6 +54,13 @@ def test_forward_and_loss_are_the_models_own() -> None:
     assert given == before, "the batch is not changed"
 
 
+def test_training_makes_no_cache_of_keys_and_values() -> None:
+    model = HuggingFaceModel(hf.pretrained_llama(), chunked_loss=False)
+    caches = {training: model.train(training)(batch()).past_key_values for training in (True, False)}
+    assert caches[True] is None
+    assert caches[False] is not None
+
+
 def test_the_loss_is_weighted_by_the_labels_that_count() -> None:
     assert HuggingFaceModel(hf.pretrained_llama()).loss_weight(batch()) == 2 + 3
     assert HuggingFaceModel(hf.pretrained_t5()).loss_weight(batch()) == 2 + 4

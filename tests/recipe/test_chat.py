@@ -101,8 +101,8 @@ def test_rows_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
     (tmp_path / "na.CSV").write_text("text,label\nNA,None\n,b\n")
     assert list(read(f"{tmp_path}/na.CSV")) == [{"text": "NA", "label": "None"}, {"text": None, "label": "b"}]
     (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(ParallelismValueError, match=r"the files of .*empty.jsonl are empty"):
-        read(f"{tmp_path}/empty.jsonl")
+    with pytest.raises(ParallelismValueError, match=r"data.evaluate: the files of .*empty.jsonl are empty"):
+        read(f"{tmp_path}/empty.jsonl", key="data.evaluate")
     assert list(read([f"{tmp_path}/empty.jsonl", str(ROWS)])) == expected
     (tmp_path / "rows.txt").write_text("a")
     with pytest.raises(ParallelismValueError, match=r"names unknown kinds of files, '\.txt'. Rows are"):

@@ -26,17 +26,22 @@ from composer_dist.wording import ranks_named
 def meeting_place(timeout: timedelta | None = None) -> dict[str, Any]:
     """The arguments of `init_process_group` for the store and ranks of the launcher's job."""
     limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    me, ranks = launched_number("RANK"), launched_number("WORLD_SIZE")
+    if me >= ranks:
+        raise ParallelismRuntimeError(
+            f"RANK is {me}, but WORLD_SIZE is {ranks}: ranks have the numbers from 0 to {ranks - 1}."
+        )
     if on_one_host(os.environ) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        rank, world_size, port = map(launched_number, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-        shared = own_store(port, rank, **limit)
+        rank, world_size = me, ranks
+        shared = own_store(launched_number("MASTER_PORT"), rank, **limit)
         if rank == 0:
             shared.set("host", json.dumps(identify()))
     else:
         try:
             shared, rank, world_size = next(rendezvous("env://", **limit))
         except DistError as error:
-            me, address, number = (os.environ[name] for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
-            done = "opened by rank 0" if me == "0" else f"reached by rank {me}"
+            address, number = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+            done = "opened by rank 0" if me == 0 else f"reached by rank {me}"
             raise ParallelismRuntimeError(
                 f"The store of the ranks, port {number} of {address}, cannot be {done}: "
                 f"{str(error).partition(chr(10))[0]} Check that MASTER_ADDR is the host of rank 0, that rank "

@@ -31,12 +31,13 @@ from composer_dist.wording import listed, near_miss
 _FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-def read(source: Source, streaming: bool = False) -> Any:
+def read(source: Source, streaming: bool = False, key: str = "data.source") -> Any:
     """The rows that a configuration names.
 
     Args:
         source: see `RowData.source`.
         streaming: as an iterable data set, which reads while it is read.
+        key: where the configuration names them.
 
     Raises:
         ParallelismValueError: they do not exist, or are in no known format.
@@ -48,30 +49,30 @@ def read(source: Source, streaming: bool = False) -> Any:
         rows = library().load_from_disk(patterns[0])
         if isinstance(rows, dict):
             raise ParallelismValueError(
-                f"data.source: {patterns[0]} has the splits {', '.join(rows)}: give the folder of one, such "
+                f"{key}: {patterns[0]} has the splits {', '.join(rows)}: give the folder of one, such "
                 f"as {Path(patterns[0]) / next(iter(rows))}."
             )
         return rows.to_iterable_dataset(len(rows.cache_files)) if streaming else rows
     files = [file for file in files_of(patterns) if file.stat().st_size]
     if not files:
-        raise ParallelismValueError(f"data.source: the files of {listed(patterns)} are empty.")
+        raise ParallelismValueError(f"{key}: the files of {listed(patterns)} are empty.")
     kinds = {file.suffix.lower(): _FORMATS.get(file.suffix.lower()) for file in files}
     if len({*kinds.values()}) > 1 or None in kinds.values():
         unknown = [f"{suffix!r}" for suffix, kind in kinds.items() if kind is None]
         fault = f"unknown kinds of files, {', '.join(unknown)}" if unknown else "several kinds of files"
         raise ParallelismValueError(
-            f"data.source: {listed(patterns)} names {fault}. Rows are in files of one kind "
+            f"{key}: {listed(patterns)} names {fault}. Rows are in files of one kind "
             f"({', '.join(_FORMATS)}), or in a folder that save_to_disk wrote."
         )
     kind = str({*kinds.values()}.pop())
     # The texts "NA" and "None" are texts; an empty cell is empty.
     options: Any = {"keep_default_na": False, "na_values": [""]} if kind == "csv" else {}
-    with _naming_lines(files):
+    with _naming_lines(files, key):
         return load(kind, data_files=list(map(str, files)), split="train", streaming=streaming, **options)
 
 
 @contextmanager
-def _naming_lines(files: Sequence[Path]) -> Iterator[None]:
+def _naming_lines(files: Sequence[Path], key: str) -> Iterator[None]:
     """What cannot be read is told with its file and line, where these are lines of JSON."""
     try:
         yield
@@ -82,9 +83,7 @@ def _naming_lines(files: Sequence[Path]) -> Iterator[None]:
                     try:
                         json.loads(line or "{}")
                     except ValueError as error:
-                        raise ParallelismValueError(
-                            f"data.source: {file}:{number}: not JSON: {error}."
-                        ) from None
+                        raise ParallelismValueError(f"{key}: {file}:{number}: not JSON: {error}.") from None
         raise
 
 
@@ -188,7 +187,7 @@ def tokenized(data: RowData, make: Any) -> tuple[Any, Any]:
     """
     sources = {"data.source": data.source, "data.evaluate": data.evaluate}
     found = {
-        key: read(one, data.streaming and key == "data.source")
+        key: read(one, data.streaming and key == "data.source", key)
         for key, one in sources.items()
         if one is not None
     }

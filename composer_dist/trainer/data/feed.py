@@ -155,6 +155,10 @@ class Feed:
         if _Status.HAS not in statuses and self._count:
             return None, any(stops)  # the end
         self._check_all_have_some(statuses)
+        if _Status.NEVER in statuses:
+            lent = process_group.broadcast(batch, src=statuses.index(_Status.HAS))
+            if status is _Status.NEVER:
+                batch = self._last = lent
         if _Status.BARE in statuses:
             with Agreement().together(f"fetching a batch of {self._label}"):
                 if status is _Status.BARE:
@@ -210,7 +214,8 @@ class Feed:
 
     def _check_all_have_some(self, statuses: tuple[float, ...]) -> None:
         without = [rank for rank, status in enumerate(statuses) if status != _Status.HAS]
-        if _Status.NEVER in statuses:
+        # An evaluation may have fewer samples than there are ranks.
+        if _Status.NEVER in statuses and (self._label == "train" or _Status.HAS not in statuses):
             raise ParallelismValueError(
                 f"The {self._label} dataloader is empty on {_spell(without, self._world)}; every "
                 "rank needs at least one batch. (A generator can be read only once.)"

@@ -58,3 +58,16 @@ def test_a_port_in_use_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch)
             monkeypatch.setenv(name, value)
         with pytest.raises(ParallelismRuntimeError, match=rf"port {port} of .*set MASTER_PORT to a free one"):
             meeting_place(timedelta(seconds=1))
+
+
+def test_a_rank_beyond_the_world_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RANK": "2",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    text = "RANK is 2, but WORLD_SIZE is 2: ranks have the numbers from 0 to 1"
+    with pytest.raises(ParallelismRuntimeError, match=text):
+        meeting_place()

@@ -48,6 +48,19 @@ def test_an_empty_dataloader_is_an_error() -> None:
         Feed([], "eval", size).next()
 
 
+def lent() -> tuple[Any, ...]:
+    """The first rank has a batch, the other none."""
+    feed = Feed([] if dist.get_rank() else [[5]], "eval", size)
+    found = []
+    while (fed := feed.next()) is not None:
+        found.append((fed.batch, fed.filler, fed.weight))
+    return tuple(found)
+
+
+def test_a_rank_without_a_batch_to_evaluate_borrows_one_at_weight_0(world2: World) -> None:
+    assert world2(lent) == [(([5], False, 5.0),), (([5], True, 0.0),)]
+
+
 class Failing:
     """Fails at the second batch."""
 
