@@ -82,7 +82,7 @@ def _serve_forks(listener: int, alive: int) -> NoReturn:
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
         logging.getLogger().handlers.clear()
-        warnings.resetwarnings()
+        warnings.simplefilter("ignore")
         gc.freeze()
         forkserver.main(listener, alive, PRELOAD)
     finally:
