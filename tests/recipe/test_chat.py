@@ -98,6 +98,11 @@ def test_rows_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
         ParallelismValueError, match=rf"bad\.jsonl:{len(expected) + 1}: not JSON: Expecting value"
     ):
         read(f"{tmp_path}/bad.jsonl")
+    (tmp_path / "more.jsonl").write_text('{"messages": [], "more": 1}\n')
+    with pytest.raises(
+        ParallelismValueError, match=r"other columns than the first one: .*1 new columns .*more"
+    ):
+        read([str(ROWS), f"{tmp_path}/more.jsonl"])
     (tmp_path / "na.CSV").write_text("text,label\nNA,None\n,b\n")
     assert list(read(f"{tmp_path}/na.CSV")) == [{"text": "NA", "label": "None"}, {"text": None, "label": "b"}]
     (tmp_path / "empty.jsonl").touch()

@@ -71,7 +71,12 @@ def load(dataset: str, **arguments: Any) -> Any:
         try:
             return library().load_dataset(dataset, **arguments)
         except library().exceptions.DatasetGenerationError as error:
-            raise error.__cause__ or error from None  # it says what is wrong
+            cause = error.__cause__ or error  # it says what is wrong
+            if (details := getattr(cause, "details", None)) is None:
+                raise cause from None
+            raise ParallelismValueError(
+                f"The data set {dataset!r} has a file with other columns than the first one: {details()}"
+            ) from error
 
 
 def library() -> Any:
