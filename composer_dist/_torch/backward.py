@@ -107,7 +107,7 @@ def _watch_backward() -> None:
             # One around this one raises too; one in another thread may be about to end well.
             for owner, forget in list(_failures.items()) if len(_running) == 1 else ():
                 forget(owner)
-            if isinstance(error, RuntimeError) and not isinstance(error, ParallelismError):
+            if isinstance(error, RuntimeError):
                 for reason in (explain(error) for explain in _explanations):
                     if isinstance(reason, ParallelismError):
                         raise reason from None

@@ -261,7 +261,9 @@ class ComposerDistMixin(ChunkedLossMixin):
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
 
-    def prediction_step(self, model: nn.Module, inputs: Any, *given: Any, **named: Any) -> Any:
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
         """As the Trainer's; copies of rows that fill the last batch do not count in its loss."""
         counting, rows, weight = rows_that_count(inputs, self.parallelize().mesh, self.accelerator)
         part = with_rows(inputs, rows, counting or rows)
@@ -270,7 +272,7 @@ class ComposerDistMixin(ChunkedLossMixin):
         )
         if by_token and not weight and "labels" in part:
             part = {**part, "labels": torch.full_like(part["labels"], -100)}
-        loss, *results = super().prediction_step(model, part, *given, **named)
+        loss, *results = super().prediction_step(model, part, prediction_loss_only, ignore_keys)
         if by_token and loss is not None:
             loss = loss * weight
         return loss, *(with_rows(one, counting, rows) for one in results)

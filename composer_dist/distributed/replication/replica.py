@@ -200,7 +200,8 @@ class Replica:
 
 
 def _lost(error: RuntimeError) -> ParallelismError | None:
-    return reason_of_loss(error, "a DDP backward")
+    named = isinstance(error, ParallelismError)
+    return None if named else reason_of_loss(error, "a DDP backward")
 
 
 def replica_of(model: nn.Module) -> Replica | None:
