@@ -164,6 +164,11 @@ def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> Repl
             "ddp= replicates the whole model, so the mesh may have dp_replicate only, not "
             f"{', '.join(others)}. Leave out ddp=; FSDP2 can combine replication with other parallelism."
         )
+    if isinstance(structure.modules[""], torch.jit.ScriptModule):
+        raise ParallelismValueError(
+            "torch.jit has compiled the whole model, and such a module takes no hooks. Put it into an "
+            "ordinary one, such as nn.Sequential(model), and prepare that."
+        )
     warnings = _without_effect(wishes)
     mp_policy = mixed_precision_policy(wishes.precision, ddp.mixed_precision)
     _check_dtypes(structure, mp_policy)

@@ -275,6 +275,8 @@ def test_what_torch_jit_has_compiled_is_not_cut(traced: bool, mode: str) -> None
     model = nn.Sequential(table, nn.Linear(4, 1))
     with fails(ParallelismValueError, "0.linear: torch.jit has compiled", "Rule(..., shard=False)"):
         parallelize_model(model, _averages(mode))
+    with fails(ParallelismValueError, "torch.jit has compiled the whole model", "nn.Sequential(model)"):
+        parallelize_model(table, _averages("ddp"))
     parallelize_model(model, _averages("ddp"))
     model(torch.ones(2, 4)).sum().backward()
     assert len(grads(model)) == 4
