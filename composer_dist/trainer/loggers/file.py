@@ -106,14 +106,15 @@ class FileLogger(WritingLogger):
     def _write(self, objects: Sequence[Mapping[str, Any]]) -> None:
         """Appends all of them, and what could not be written before, or nothing."""
         self._waiting = [*self._waiting, *map(_spell, objects)][-_MOST:]
-        size = 0
+        size = None
         try:
             with self._path.open("ab") as file:
                 size = file.tell()
                 file.write("".join(self._waiting).encode())
         except OSError:
-            with suppress(OSError):
-                os.truncate(self._path, size)
+            if size is not None:
+                with suppress(OSError):
+                    os.truncate(self._path, size)
             raise
         self._waiting = []
 

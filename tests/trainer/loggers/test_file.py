@@ -177,8 +177,11 @@ def test_a_full_disk_is_one_warning_and_its_lines_are_written_later(tmp_path: Pa
             trainer.fit(duration="1ba")
         trainer.fit(duration="2ba")  # warns no more
     assert path.read_text() == whole
+    with patch.object(Path, "open", side_effect=OSError(24, "Too many open files")):
+        trainer.fit(duration="1ba")
+    assert path.read_text() == whole
     trainer.close()
-    assert logged(path) == [1, 2, 3, 4]
+    assert logged(path) == [1, 2, 3, 4, 5]
 
 
 def on_two_ranks(path: Path) -> list[str]:
