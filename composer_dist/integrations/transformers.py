@@ -267,8 +267,11 @@ class ComposerDistMixin(ChunkedLossMixin):
         """As the Trainer's; copies of rows that fill the last batch do not count in its loss."""
         counting, rows, weight = rows_that_count(inputs, self.parallelize().mesh, self.accelerator)
         part = with_rows(inputs, rows, counting or rows)
-        by_token = self.args.average_tokens_across_devices and (
-            self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
+        by_token = (  # a Seq2SeqTrainer that generates has the mean of each rank
+            self.args.average_tokens_across_devices
+            and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+            and not generates
         )
         if by_token and not weight and "labels" in part:
             part = {**part, "labels": torch.full_like(part["labels"], -100)}
