@@ -26,13 +26,13 @@ from composer_dist.wording import ranks_named
 def meeting_place(timeout: timedelta | None = None) -> dict[str, Any]:
     """The arguments of `init_process_group` for the store and ranks of the launcher's job."""
     limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    me, ranks = launched_number("RANK"), launched_number("WORLD_SIZE")
-    if me >= ranks:
+    rank, world_size = launched_number("RANK"), launched_number("WORLD_SIZE")
+    if rank >= world_size:
         raise ParallelismRuntimeError(
-            f"RANK is {me}, but WORLD_SIZE is {ranks}: ranks have the numbers from 0 to {ranks - 1}."
+            f"RANK is {rank}, but WORLD_SIZE is {world_size}: ranks have the numbers from 0 to "
+            f"{world_size - 1}."
         )
     if on_one_host(os.environ) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        rank, world_size = me, ranks
         shared = own_store(launched_number("MASTER_PORT"), rank, **limit)
         if rank == 0:
             shared.set("host", json.dumps(identify()))
@@ -41,7 +41,7 @@ def meeting_place(timeout: timedelta | None = None) -> dict[str, Any]:
             shared, rank, world_size = next(rendezvous("env://", **limit))
         except DistError as error:
             address, number = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-            done = "opened by rank 0" if me == 0 else f"reached by rank {me}"
+            done = "opened by rank 0" if rank == 0 else f"reached by rank {rank}"
             raise ParallelismRuntimeError(
                 f"The store of the ranks, port {number} of {address}, cannot be {done}: "
                 f"{str(error).partition(chr(10))[0]} Check that MASTER_ADDR is the host of rank 0, that rank "

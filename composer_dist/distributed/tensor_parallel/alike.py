@@ -48,10 +48,7 @@ class _Forwards:
             return
         self.number += 1
         if is_power_of_two(self.number):
-            total = 0
-            for one in batch:
-                total = (total * 31 + fingerprint(one)) % (1 << 64)
-            mine = [total, torch.is_grad_enabled(), record(model).steps]
+            mine = [[fingerprint(one) for one in batch], torch.is_grad_enabled(), record(model).steps]
             Agreement(self.ranks).reach("a forward of tensor parallelism", mine, self._compare)
 
     def _compare(self, findings: list[list[Any]]) -> None:
