@@ -91,7 +91,11 @@ def _explain(error: RuntimeError, module: nn.Module) -> None:
         return
     if any(_torch.is_recast(one) for one in module.modules() if isinstance(one, FSDPModule)):
         raise ParallelismRuntimeError(_RECAST) from error
-    if (operation := re.match(r"Operator aten\.(\w+).* does not have a sharding strategy", said)) is not None:
+    inside = _inside(frame for frame, _ in walk_tb(error.__traceback__))
+    operation = re.match(r"Operator aten\.(\w+).* does not have a sharding strategy", said)
+    if operation is None and "resize_token_embeddings" in dict(inside):
+        operation = re.match(r"aten\.(\w+).* got mixed torch.Tensor and DTensor", said)
+    if operation is not None:
         raise ParallelismRuntimeError(
             f"torch cannot compute {operation[1]} of sharded parameters. Change the model before "
             "parallelize_model (resize_token_embeddings, for example), and compute with whole parameters "
@@ -101,7 +105,6 @@ def _explain(error: RuntimeError, module: nn.Module) -> None:
     if not (is_mixed or _OTHER_DTYPES.search(said)):
         return
     names = _names_in(module)
-    inside = _inside(frame for frame, _ in walk_tb(error.__traceback__))
     if not inside or inside[-1][1] not in names:
         return  # a call further out knows the name
     reader = names[inside[-1][1]]

@@ -176,8 +176,9 @@ def plan(
     assignment = assign(structure, choices, shards)
     idle = idle_rules(wishes, assignment)
     blocks = innermost(assignment) or tuple(name for name, _ in structural_units(structure))
+    kept = ([*blocks[-1:]], [""], [_outermost(assignment)])
     units = tuple(
-        _unit(group, structure, wishes, shards, is_last=group.modules == [*blocks[-1:]])
+        _unit(group, structure, wishes, shards, ends_forward=group.modules in kept)
         for group in assignment.groups
     )
     methods = tuple(wishes.config.forward_methods)
@@ -220,7 +221,14 @@ def innermost(assignment: Assignment) -> tuple[str, ...]:
     return tuple(name for name in names if name not in outer)
 
 
-def _unit(group: Draft, structure: Structure, wishes: Wishes, shards: int, is_last: bool) -> Unit:
+def _outermost(assignment: Assignment) -> str:
+    """The unit around all others with parameters, such as the model that a wrapper holds; or the root."""
+    names = [name for group in assignment.groups if group.parameters for name in group.modules]
+    first = names[0] if names else ""
+    return first if all(first in ancestors(name) for name in names) else ""
+
+
+def _unit(group: Draft, structure: Structure, wishes: Wishes, shards: int, ends_forward: bool) -> Unit:
     options, fsdp2 = group.choice.options, wishes.config.fsdp2 or FSDP2Config()
     mixed = mixed_precision_policy(wishes.precision, options.get("mixed_precision", fsdp2.mixed_precision))
     # Without a reduce_dtype, torch 2.15 reduces in the parameters' dtype, earlier versions in param_dtype.
@@ -229,23 +237,23 @@ def _unit(group: Draft, structure: Structure, wishes: Wishes, shards: int, is_la
         modules=tuple(group.modules),
         parameters=tuple(group.parameters),
         nbytes=sum(structure.tensors[name].info.nbytes for name in group.parameters),
-        reshard_after_forward=_reshard(group, fsdp2, shards, is_last),
+        reshard_after_forward=_reshard(group, fsdp2, shards, ends_forward),
         mp_policy=options.get("mp_policy") or mixed,
         offload=_offload(options, fsdp2, wishes.device_type),
         reason=group.choice.reason,
     )
 
 
-def _reshard(group: Draft, fsdp2: FSDP2Config, shards: int, is_last: bool) -> bool | int:
+def _reshard(group: Draft, fsdp2: FSDP2Config, shards: int, ends_forward: bool) -> bool | int:
     """Whether a unit is resharded after forward.
 
-    By default the root and the last block are not, because their backward follows at once and would gather
-    them again (torch does this for the root, torchtitan for both).
+    By default the root, the outermost unit and the last block are not, because their backward follows at
+    once and would gather them again (torch does this for the root, torchtitan for root and last block).
     """
     wanted: bool | int = group.choice.options.get("reshard_after_forward", fsdp2.reshard_after_forward)
     if isinstance(wanted, bool):
         by_default = "reshard_after_forward" not in group.choice.options
-        return wanted and not (by_default and (is_last or group.modules == [""]))
+        return wanted and not (by_default and ends_forward)
     if wanted < 1 or shards % wanted:
         raise ParallelismValueError(
             f"reshard_after_forward={wanted} for {group.name} must be True, False, or a "

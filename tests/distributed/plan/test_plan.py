@@ -129,6 +129,17 @@ def test_the_root_and_the_last_block_are_not_freed_unless_somebody_says_so() -> 
     assert set(_reshard(asked).values()) == {True}
 
 
+def test_a_model_in_a_wrapper_is_freed_as_it_would_be_alone() -> None:
+    def freed(wrapper: nn.ModuleDict) -> dict[str, bool | int]:
+        units = {*wrapper.values(), *(m for m in wrapper.modules() if type(m) is models.Block)}
+        return _reshard(_plan(wrapper, fsdp_wrap_policy=units.__contains__))
+
+    last = {"": False, "a": False, "a.layers.0": True, "a.layers.1": True, "a.layers.2": False}
+    assert freed(nn.ModuleDict({"a": models.B()})) == last
+    two = freed(nn.ModuleDict({"a": models.B(), "b": models.B()}))
+    assert {name: two[name] for name in ("", "a", "b")} == {"": False, "a": True, "b": True}
+
+
 @pytest.mark.parametrize(("wanted", "planned"), [(2, 2), (4, 4), (8, True), (1, False)])
 def test_an_int_reshards_to_that_many_ranks(wanted: int, planned: bool | int) -> None:
     plan = _plan(models.B(), fsdp2=FSDP2Config(reshard_after_forward=wanted))
