@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakMethod
 
 import torch
@@ -38,6 +38,41 @@ StridedShard = placement_types._StridedShard
 
 # Applies a function to every tensor in a module's nested output, as FSDP2 does to cast it. Since torch 1.13.
 apply_to_tensors = utils._apply_to_tensors
+
+
+class Noted(torch.Tensor):
+    """A number that notes what is computed with it, apart from moving or casting it.
+
+    Results are ordinary tensors. `DisableTorchFunctionSubclass` since torch 2.0.
+    """
+
+    _read: ClassVar[list[Any]] = []
+
+    @classmethod
+    @contextmanager
+    def noting(cls) -> Iterator[list[Any]]:
+        """A list of the functions that read such numbers while the body runs."""
+        cls._read = []
+        yield cls._read
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = (*args, *(kwargs or {}).values())
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func in _VALUES or any(isinstance(one, torch.Tensor) and type(one) is not cls for one in given):
+            cls._read.append(func)
+            return result
+        return result.as_subclass(cls) if isinstance(result, torch.Tensor) else result
+
+
+_VALUES = {getattr(torch.Tensor, name) for name in ("item", "tolist", "__int__", "__float__", "__bool__")}
 
 
 def storage_key(tensor: torch.Tensor) -> int:

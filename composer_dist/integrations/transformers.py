@@ -267,18 +267,19 @@ class ComposerDistMixin(ChunkedLossMixin):
         """As the Trainer's; copies of rows that fill the last batch do not count in its loss."""
         counting, rows, weight = rows_that_count(inputs, self.parallelize().mesh, self.accelerator)
         part = with_rows(inputs, rows, counting or rows)
-        generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
-        by_token = (  # a Seq2SeqTrainer that generates has the mean of each rank
-            self.args.average_tokens_across_devices
-            and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
-            and not generates
-        )
-        if by_token and not weight and "labels" in part:
+        if self._by_token(prediction_loss_only) and not weight and "labels" in part:
             part = {**part, "labels": torch.full_like(part["labels"], -100)}
         loss, *results = super().prediction_step(model, part, prediction_loss_only, ignore_keys)
-        if by_token and loss is not None:
+        if self._by_token(prediction_loss_only) and loss is not None:  # the first loss may have told
             loss = loss * weight
         return loss, *(with_rows(one, counting, rows) for one in results)
+
+    def _by_token(self, only_loss: bool) -> bool:
+        """Whether a batch's loss in evaluation is that of all ranks' tokens, and not a mean of this rank's."""
+        generates = getattr(self.args, "predict_with_generate", False) and not only_loss
+        reads = self.model_accepts_loss_kwargs and self._reads_count is not False
+        counts: bool = reads or self.compute_loss_func is not None
+        return counts and self.args.average_tokens_across_devices and not generates
 
     # Checkpoints and exports, which all ranks write and read
 

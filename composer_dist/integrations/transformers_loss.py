@@ -1,10 +1,13 @@
-"""The loss of transformers' Trainer without all logits, where nobody reads them."""
+"""The model's loss in transformers' Trainer: without all logits where nobody reads them, as the mean it is."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
+from composer_dist._torch import Noted
 from composer_dist.losses.logits import put_off
 
 if TYPE_CHECKING:
@@ -30,16 +33,36 @@ class ChunkedLossMixin(_Trainer):
         """As the trainer's."""
         theirs = super().compute_loss
         own = getattr(theirs, "__func__", None) is not transformers.Trainer.compute_loss
-        read = own or self.label_smoother is not None or self.compute_loss_func is not None
-        if (
-            not self.chunked_loss
-            or read
-            or "labels" not in inputs
-            or (return_outputs and not self._only_loss)
-        ):
+        if own or self.label_smoother is not None or self.compute_loss_func is not None:
             return theirs(model, inputs, return_outputs, num_items_in_batch)
-        with put_off(base_model(model), None if self.chunked_loss is True else self.chunked_loss):
-            return theirs(model, inputs, return_outputs, num_items_in_batch)
+        chunked = self.chunked_loss and "labels" in inputs and (not return_outputs or self._only_loss)
+        size = None if self.chunked_loss is True else self.chunked_loss
+        with put_off(base_model(model), size) if chunked else nullcontext():
+            if not self.model_accepts_loss_kwargs or not isinstance(num_items_in_batch, Tensor):
+                return theirs(model, inputs, return_outputs, num_items_in_batch)
+            return self._read_or_ignored(theirs, model, inputs, return_outputs, num_items_in_batch)
+
+    _reads_count: bool | None = None
+    """Whether the model divides its loss by the count of all ranks' items; None until one has shown it."""
+
+    def _read_or_ignored(
+        self, theirs: Callable[..., Any], model: nn.Module, inputs: Any, return_outputs: bool, count: Tensor
+    ) -> Any:
+        """The trainer's loss, which multiplies by the ranks what the model has divided by the count.
+
+        It takes each model whose forward has keywords for one that divides. A classifier that ignores the
+        count returns the mean of its rows, and would have the sum of all ranks' losses and gradients.
+        """
+        if self._reads_count is None:
+            with Noted.noting() as read:
+                found = theirs(model, inputs, return_outputs, count.as_subclass(Noted))
+            self._reads_count = bool(read)
+        else:
+            found = theirs(model, inputs, return_outputs, count)
+        if self._reads_count or not self.args.average_tokens_across_devices:
+            return found
+        ranks = self.accelerator.num_processes // self.get_tp_size()
+        return (found[0] / ranks, found[1]) if return_outputs else found / ranks
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

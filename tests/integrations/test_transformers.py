@@ -17,7 +17,7 @@ from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import same, weights
 from tests.kit.grids import slow
 from tests.kit.hf_trainer import Ran, made, result, rows, run, same_training
-from tests.kit.huggingface import dropping_gpt2, llama, lora_llama, tokenizer
+from tests.kit.huggingface import built, dropping_gpt2, llama, lora_llama, tokenizer
 from tests.kit.measure import losses_counted
 from tests.kit.world import World
 from tests.kit.world import run as on_world
@@ -71,6 +71,35 @@ def test_trains_options_as_in_one_process(
 ) -> None:
     for found in world2(run, str(tmp_path), MODES[mode], model=model, **options, **RANKS):
         same_training(found, alone(model, **options))
+
+
+def classifier() -> Any:
+    """A model that takes the Trainer's count of all labels, and returns the mean of its rows."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return built("BertForSequenceClassification", vocab_size=50, num_labels=3, **sizes, **still)
+
+
+def classified(folder: str, config: Any = None) -> tuple[float, Ran]:
+    """The loss of seven rows before training, and the training."""
+    from datasets import Dataset
+
+    data = Dataset.from_list([{**row, "labels": n % 3} for n, row in enumerate(rows())])
+    sets = {"train_dataset": data, "eval_dataset": data.select(range(7))}
+    trainer = made(folder, config, classifier, sets, **ACCUMULATE)
+    before: float = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    return before, result(trainer)
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "ddp"])
+def test_the_loss_of_a_classifier_is_not_multiplied_by_the_ranks(
+    world1: World, world2: World, tmp_path: Path, mode: str
+) -> None:
+    [(before, alone)] = world1(classified, str(tmp_path), **ONE)
+    for its_before, its_training in world2(classified, str(tmp_path), MODES[mode], **RANKS):
+        assert its_before == pytest.approx(before, rel=1e-5)
+        same_training(its_training, alone)
 
 
 def counts_of(folder: str, how: dict[str, Any]) -> dict[str, int]:
