@@ -275,7 +275,7 @@ class ComposerDistMixin(ChunkedLossMixin):
         return loss, *(with_rows(one, counting, rows) for one in results)
 
     def _by_token(self, only_loss: bool) -> bool:
-        """Whether a batch's loss in evaluation is that of all ranks' tokens, and not a mean of this rank's."""
+        """Whether an evaluation's loss is of all ranks' tokens, and not the mean of this rank's."""
         generates = getattr(self.args, "predict_with_generate", False) and not only_loss
         reads = self.model_accepts_loss_kwargs and self._reads_count is not False
         counts: bool = reads or self.compute_loss_func is not None

@@ -1,4 +1,5 @@
-"""The model's loss in transformers' Trainer: without all logits where nobody reads them, as the mean it is."""
+"""The model's loss in transformers' Trainer: without all logits where nobody reads them, and multiplied by
+the ranks only where the model divides by the count of all ranks' items."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

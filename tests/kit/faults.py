@@ -143,7 +143,9 @@ _WORKER = "worker"
 _PLAN = ("plan",)
 KINDS = {
     "raise": Kind(_raise, "StruckError: struck"),
-    "SIGKILL": Kind(lambda: os.kill(os.getpid(), signal.SIGKILL), "ended|died|exited unexpectedly|SIGKILL"),
+    "SIGKILL": Kind(
+        lambda: os.kill(os.getpid(), signal.SIGKILL), "ended|died|exited unexpectedly|SIGKILL|killed by signal"
+    ),
     "exit(0)": Kind(lambda: os._exit(0), "ended|died|exited unexpectedly"),
     "memory": Kind(_exhaust_memory, "memory"),
     "stall": Kind(_stall, "is still in|did not answer|waits for data|arrive"),
