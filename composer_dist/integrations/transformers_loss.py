@@ -1,5 +1,8 @@
-"""The model's loss in transformers' Trainer: without all logits where nobody reads them, and multiplied by
-the ranks only where the model divides by the count of all ranks' items."""
+"""The model's loss in transformers' Trainer.
+
+Without all logits where nobody reads them, and multiplied by the ranks only if the model divides by the count
+of all ranks' items.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -144,7 +144,7 @@ _PLAN = ("plan",)
 KINDS = {
     "raise": Kind(_raise, "StruckError: struck"),
     "SIGKILL": Kind(
-        lambda: os.kill(os.getpid(), signal.SIGKILL), "ended|died|exited unexpectedly|SIGKILL|killed by signal"
+        lambda: os.kill(os.getpid(), signal.SIGKILL), "ended|died|exited unexpectedly|SIGKILL|by signal"
     ),
     "exit(0)": Kind(lambda: os._exit(0), "ended|died|exited unexpectedly"),
     "memory": Kind(_exhaust_memory, "memory"),
