@@ -18,6 +18,7 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.recipe.other_libraries.failures import blaming
 from composer_dist.recipe.sources.files import files_of
 from composer_dist.trainer.data.randomness import derived_seed  # not public: for recipes and the Trainer
+from composer_dist.wording import listed
 
 IGNORED = -100
 """The label that losses skip, as everywhere in transformers."""
@@ -33,7 +34,7 @@ def read(source: str | Sequence[str] | Mapping[str, Any]) -> str:
             `dataset` for its path and `column` for the text.
 
     Raises:
-        ParallelismValueError: the text does not exist.
+        ParallelismValueError: the text does not exist, or a file is not a text.
     """
     if isinstance(source, Mapping):
         return _of_dataset(**source)
@@ -47,7 +48,12 @@ def read(source: str | Sequence[str] | Mapping[str, Any]) -> str:
         files = files_of(source)
         if source and not files:
             raise ParallelismValueError(f"data.source: {source!r} matches only folders; name files in them.")
-    return "\n\n".join(file.read_text("utf-8", "replace") for file in files)
+    texts = {file: file.read_text("utf-8", "replace") for file in files}
+    if binary := [str(file) for file, text in texts.items() if "\0" in text]:
+        raise ParallelismValueError(
+            f"Not text in UTF-8, because of bytes of zero (UTF-16 and binary files have them): {listed(binary)}."
+        )
+    return "\n\n".join(texts.values())
 
 
 def _of_dataset(dataset: str = "", column: str = "text", split: str = "train", **arguments: Any) -> str:

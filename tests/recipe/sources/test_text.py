@@ -33,6 +33,9 @@ def test_files_by_glob_and_what_is_not_there(tmp_path: Path) -> None:
     assert text.read([f"{tmp_path}/b.txt", f"{tmp_path}/*.txt"]) == "two\n\none"
     with pytest.raises(ParallelismValueError, match=r"No file matches '.*/\*\.md'.*'english' or 'python'"):
         text.read([f"{tmp_path}/*.md", f"{tmp_path}/a.txt"])
+    (tmp_path / "a.bin").write_bytes("wide".encode("utf-16"))
+    with pytest.raises(ParallelismValueError, match=r"Not text in UTF-8, .*bytes of zero .*: \S+/a\.bin\.$"):
+        text.read([f"{tmp_path}/a.*", f"{tmp_path}/b.txt"])
     with pytest.raises(ParallelismValueError, match="has 3 tokens, fewer than one sample of 4"):
         text.pieces("one", byte_tokenizer(), 4)
 
