@@ -51,7 +51,7 @@ def read(source: str | Sequence[str] | Mapping[str, Any]) -> str:
     texts = {file: file.read_text("utf-8", "replace") for file in files}
     if binary := [str(file) for file, text in texts.items() if "\0" in text]:
         raise ParallelismValueError(
-            f"Not text in UTF-8, because of bytes of zero (UTF-16 and binary files have them): {listed(binary)}."
+            f"Not text in UTF-8, because of zero bytes (as in UTF-16 and binary files): {listed(binary)}."
         )
     return "\n\n".join(texts.values())
 
