@@ -14,6 +14,7 @@ from composer_dist._torch.gathered import *
 from composer_dist._torch.memory import *
 from composer_dist._torch.modules import *
 from composer_dist._torch.operations import *
+from composer_dist._torch.optimizers import *
 from composer_dist._torch.reductions import *
 from composer_dist._torch.replication import *
 from composer_dist._torch.sharding import *

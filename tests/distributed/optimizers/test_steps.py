@@ -2,14 +2,20 @@
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
+from composer_dist._torch import TorchDispatchMode, step_on_parts
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
@@ -21,7 +27,7 @@ from composer_dist.distributed.before_steps import Check, before_every_step
 from composer_dist.distributed.optimizers import steps
 from composer_dist.distributed.training.gradients import accumulate
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-from tests.kit.compare import close, fails, weights
+from tests.kit.compare import close, fails, full, weights
 from tests.kit.toy import built
 from tests.kit.world import on_ranks
 
@@ -130,6 +136,66 @@ def test_a_whole_parameter_that_is_thawed_after_the_preparation_is_averaged() ->
         model(x).sum().backward()
     with fails(ParallelismRuntimeError, "gradients of 1.weight, 1.bias that are not averaged"):
         torch.optim.SGD(model[1].parameters(), 0.1).step()
+
+
+class OfDTensors(TorchDispatchMode):
+    """Notes the operations on DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_leaves((args, kwargs))
+        self.seen += [str(func)] if any(isinstance(one, DTensor) for one in given) else []
+        return func(*args, **(kwargs or {}))
+
+
+STATEFUL: dict[str, Callable[..., Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "Adam": partial(torch.optim.Adam, amsgrad=True),
+    "RMSprop": partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "ASGD": torch.optim.ASGD,
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_torch_s_optimizers_compute_with_the_parts_of_cut_and_whole_parameters(
+    name: str, foreach: bool
+) -> None:
+    step_on_parts()
+    mesh = init_device_mesh("cpu", (2,))
+    values = [torch.arange(6.0).view(3, 2), torch.ones(2), torch.ones(4, 2)]
+    cut = [distribute_tensor(one, mesh, [Shard(0)]) for one in values[:2]]
+    mine = [nn.Parameter(one) for one in (*cut, values[2].clone())]
+    whole = [nn.Parameter(one.clone()) for one in values]
+    ours, theirs = (STATEFUL[name](held, foreach=foreach) for held in (mine, whole))
+    for step in range(3):
+        for one, other in zip(mine, whole, strict=True):
+            other.grad = (other.detach() + step).cos()
+            same = isinstance(one, DTensor)
+            one.grad = distribute_tensor(other.grad, mesh, [Shard(0)]) if same else other.grad.clone()
+        before = [one._version for one in mine[:2]]
+        with OfDTensors() as operations:
+            ours.step()
+        theirs.step()
+        assert operations.seen == [] or step == 0
+        assert all(one._version > version for one, version in zip(mine, before, strict=False))
+        for one, other in zip(mine, whole, strict=True):
+            held = {"": one} | {k: v for k, v in ours.state[one].items() if v.shape == one.shape}
+            assert len(held) > 1
+            for key, value in held.items():
+                assert isinstance(value, DTensor) is isinstance(one, DTensor)
+                assert torch.equal(full(value), theirs.state[other][key] if key else other)
+    mine[0].grad = distribute_tensor(torch.ones(3, 2), mesh, [Replicate()])  # as DTensor does it
+    whole[0].grad = torch.ones(3, 2)
+    with OfDTensors() as operations:
+        torch.optim.Adam(mine[:1]).step()
+    torch.optim.Adam(whole[:1]).step()
+    assert any("addcdiv" in one for one in operations.seen)
+    assert torch.equal(full(mine[0]), whole[0])
 
 
 def test_what_to_check_is_decided_once_for_an_optimizer_and_again_for_other_parameters() -> None:

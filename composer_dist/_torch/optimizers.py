@@ -1,0 +1,66 @@
+"""Steps of torch's optimizers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+@cache
+def step_on_parts() -> None:
+    """Have torch's optimizers that compute by element do so on the parts of DTensors, with the same bits.
+
+    Through DTensor each operation takes some ten microseconds a parameter, and milliseconds where a shape is
+    new, because torch finds out by fake tensors how the result is cut: for 300 parameters, a first step in
+    one piece (`foreach`) took three seconds. Replaces the functions that `step` calls. Since torch 2.0.
+    """
+    for name in (*_OF_ADAM, "adadelta", "adagrad", "asgd", "rmsprop", "rprop", "sgd"):
+        module = import_module(f"torch.optim.{name}")
+        setattr(module, name, _on_parts(getattr(module, name)))
+
+
+_OF_ADAM = ("adam", "adamax", "adamw", "nadam", "radam")
+
+
+def _on_parts(step: Callable[..., None]) -> Callable[..., None]:
+    @wraps(step)
+    def call(params: list[Any], *lists: list[Any], **options: Any) -> None:
+        cut = [one for one in params if isinstance(one, DTensor)]
+        given = (params, *lists)
+        if not cut or torch.compiler.is_compiling() or not _are_alike(given, options):
+            return step(*given, **options)
+        parts = [[one._local_tensor if isinstance(one, DTensor) else one for one in each] for each in given]
+        before = [list(each) for each in parts]
+        torch.autograd.graph.increment_version(cut)
+        step(*parts, **options)
+        for each, now, then in zip(given, parts, before, strict=True):  # a step may put state into its lists
+            for index, (new, old) in enumerate(zip(now, then, strict=True)):
+                if new is not old:
+                    gradient = lists[0][index]
+                    is_cut = isinstance(gradient, DTensor)
+                    each[index] = DTensor(new, gradient._spec, requires_grad=False) if is_cut else new
+
+    return call
+
+
+def _are_alike(lists: Sequence[Sequence[Any]], options: Mapping[str, Any]) -> bool:
+    """Whether all DTensors are cut as their parameters are, with none beside whole tensors but counts."""
+    if options.get("differentiable") or any(isinstance(one, DTensor) for one in options.values()):
+        return False
+    full = [one for one in lists if one]
+    if any(len(one) != len(lists[0]) for one in full):
+        return False
+    return all(_is_alike(param, other) for param, *others in zip(*full, strict=True) for other in others)
+
+
+def _is_alike(param: Any, other: Any) -> bool:
+    if isinstance(other, DTensor):
+        return isinstance(param, DTensor) and _cut(param) == _cut(other)
+    return not (isinstance(param, DTensor) and isinstance(other, torch.Tensor) and other.dim())
+
+
+def _cut(tensor: DTensor) -> tuple[Any, ...]:
+    return tensor._spec.placements, tensor._spec.mesh
