@@ -187,7 +187,8 @@ class Manifest:
                 yield f"parts of {name} are not in its files"
             elif not covers(((one.start, one.sizes) for one in tensor.chunks), tensor.shape):
                 yield f"the parts of {name} overlap, are missing or are outside of it"
-        if sum(prod(t.shape) * t.dtype.itemsize for t in self.tensors.values()) > sum(
+        stored = dict.fromkeys(self.tensors.values())  # tied tensors are stored once
+        if sum(prod(one.shape) * one.dtype.itemsize for one in stored) > sum(
             file.nbytes for file in self.files if file.consistent
         ):
             yield "its tensors are larger than its files"

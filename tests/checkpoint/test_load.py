@@ -53,7 +53,7 @@ class Headed(nn.Module):
     def __init__(self, tied: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.embed, self.head = nn.Embedding(64, 64), nn.Linear(64, 64, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -83,6 +83,9 @@ def test_different_values_for_a_tied_tensor_are_refused(tmp_path: Path, form: st
     save_checkpoint(tmp_path / "tied", {"model": tied}, sharded=form == "sharded")
     load_checkpoint(tmp_path / "tied", {"model": tied})
     assert torch.equal(full_model_state(tied, ranks="all")["head.weight"], head)
+    loaded = load_checkpoint(tmp_path / "tied")["model"]
+    assert loaded["head.weight"] is loaded["embed.weight"]
+    assert torch.equal(loaded["head.weight"], head)
 
 
 @pytest.mark.promise(55)

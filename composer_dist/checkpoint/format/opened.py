@@ -7,7 +7,7 @@ import io
 import pickle
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,27 @@ class Opened:
             verify(files, self.stored, part, parts)
 
     def value(self, code: Any) -> Any:
-        """The value of a part of the structure, read in full on this rank alone."""
+        """The value of a part of the structure, read in full on this rank alone.
+
+        Tensors that are stored as one are one, so that they take no more memory than the files.
+        """
+        known: dict[Any, Tensor] = {}
+
+        def read(tag: str, path: str) -> Any:
+            key = self._place(path) if tag == "tensor" else None
+            if key is None or key not in known:
+                value = self._leaf(tag, path, files)
+                return value if key is None else known.setdefault(key, value)
+            return known[key]
+
         with self.files() as files:
-            return decode(code, lambda tag, path: self._leaf(tag, path, files))
+            return decode(code, read)
+
+    def _place(self, path: str) -> Any:
+        """What a tensor consists of: where in the files, and in which shape."""
+        made = self.tensors[path]
+        boxes = ((self.index.entries[box.source], replace(box, source="")) for box in made.boxes)
+        return made.dims, made.dtype, *boxes
 
     def described(self, code: Any, paths: dict[int, str]) -> Any:
         """The value with tensors on the meta device, whose paths are noted in `paths` by identity."""
