@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from composer_dist.distributed.prepared import mesh_of
+from composer_dist.distributed.prepared import mesh_of, reshard
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.sharding.hooks import stay_gathered
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import autocast
 from composer_dist.tensors.nested import map_tensors
@@ -54,18 +55,19 @@ def evaluate(
     state.eval_metrics[label] = metrics
     total, weight = torch.zeros((), device=state.device), 0.0
     with _reading(state, feed, label, only_loss=not metrics):
-        for fed in _batches(state, feed, "eval", run_event):
-            with autocast(state.precision, state.device):
-                outputs = state.model(state.batch)
-                state.outputs = state.model.eval_forward(state.batch, outputs)
-                if with_loss and fed.weight:
-                    loss = total_loss(state.model.loss(outputs, state.batch))
-                    total += loss * fed.weight
-                    weight += fed.weight
-            run_event(Event.EVAL_AFTER_FORWARD)
-            if not fed.filler:
-                for metric in metrics.values():
-                    state.model.update_metric(state.batch, state.outputs, metric)
+        with _gathered_once(state.model):
+            for fed in _batches(state, feed, "eval", run_event):
+                with autocast(state.precision, state.device):
+                    outputs = state.model(state.batch)
+                    state.outputs = state.model.eval_forward(state.batch, outputs)
+                    if with_loss and fed.weight:
+                        loss = total_loss(state.model.loss(outputs, state.batch))
+                        total += loss * fed.weight
+                        weight += fed.weight
+                run_event(Event.EVAL_AFTER_FORWARD)
+                if not fed.filler:
+                    for metric in metrics.values():
+                        state.model.update_metric(state.batch, state.outputs, metric)
         results = compute_metrics(metrics, label)
         if with_loss:
             sums = process_group.all_reduce([float(total), weight], "sum")
@@ -80,14 +82,25 @@ def predict(state: State, dataloader: Iterable[Any], run_event: RunEvent, keep: 
     feed = Feed(dataloader, "predict", lambda batch: Size(samples=num_samples(batch)))
     kept: list[Any] = []
     with _reading(state, feed, "predict"):
-        for fed in _batches(state, feed, "predict", run_event):
-            with autocast(state.precision, state.device):
-                state.outputs = state.model.eval_forward(state.batch)
-            run_event(Event.PREDICT_AFTER_FORWARD)
-            if keep and not fed.filler:
-                kept.append(map_tensors(lambda _, tensor: tensor.cpu(), state.outputs))
+        with _gathered_once(state.model):
+            for fed in _batches(state, feed, "predict", run_event):
+                with autocast(state.precision, state.device):
+                    state.outputs = state.model.eval_forward(state.batch)
+                run_event(Event.PREDICT_AFTER_FORWARD)
+                if keep and not fed.filler:
+                    kept.append(map_tensors(lambda _, tensor: tensor.cpu(), state.outputs))
         run_event(Event.PREDICT_END)
     return kept
+
+
+@contextmanager
+def _gathered_once(model: nn.Module) -> Iterator[None]:
+    """Units that stay gathered between forward and backward do so from batch to batch inside."""
+    try:
+        with stay_gathered():
+            yield
+    finally:
+        reshard(model)
 
 
 def _batches(state: State, feed: Feed, kind: str, run_event: RunEvent) -> Iterator[Fed]:

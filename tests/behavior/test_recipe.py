@@ -146,6 +146,7 @@ def test_a_composer_model_trains_like_one_process_with_parameters_of_its_own() -
     units = {unit.name: unit.reshard_after_forward for unit in done.plan.units}
     assert set(units) == {"", "stack", "stack.blocks.0.mlp", "stack.blocks.1.mlp", "head"}
     assert units["stack.blocks.0.mlp"] is False
+    assert [units[name] for name in ("stack", "stack.blocks.1.mlp", "head")] == [False] * 3  # end the forward
     assert list(done.plain_parameters) == ["gain", "distance.net.weight", "distance.net.bias"]
     root = sorted(name for name, unit in done.plan.parameter_units.items() if not unit)
     assert root == ["offset", "scale", "weight"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
@@ -237,6 +238,27 @@ def test_gradients_are_reduced_once_per_microbatch_or_per_batch(world2: World) -
     assert cut["_reduce_scatter_base_"] == 3 * whole["_reduce_scatter_base_"]
     assert cut["_allgather_base_"] > whole["_allgather_base_"] > 0
     assert cut["allreduce_"] == whole["allreduce_"] == 2  # what the ranks have, and the loss
+
+
+def gathered(batches: int) -> tuple[int, list[bool | int], float]:
+    """By an evaluation: how often, which units are resharded after forward, and the loss."""
+    trainer, _ = fitted_on_parts([3, 3], "fsdp", max_duration="1ba")
+    batch = next(iter(trainer.state.train_dataloader))
+    with by_messages(), Collectives() as counted:
+        results = trainer.eval([batch] * batches)
+    units = [one for one in trainer.preparation.plan.units if one.parameters]
+    assert all(isinstance(one, DTensor) for one in trainer.state.model.parameters())
+    trainer.fit(duration="1ba")
+    [loss] = [value for name, value in results.items() if name.endswith("total")]
+    return counted.counts["_allgather_base_"], [one.reshard_after_forward for one in units], loss
+
+
+@pytest.mark.promise(98)
+def test_what_ends_the_forward_is_gathered_once_for_an_evaluation(world2: World) -> None:
+    [(one, reshards, loss), *_], [(three, _, mean), *_] = world2(gathered, 1), world2(gathered, 3)
+    assert one == len(reshards)
+    assert three == 3 * one - 2 * reshards.count(False) < 3 * one
+    assert mean == pytest.approx(loss, rel=1e-6)
 
 
 def test_a_number_is_a_norm_and_what_clips_nothing_or_everything_is_refused() -> None:

@@ -103,7 +103,8 @@ def held_memory(plan: Decisions, subject: Subject, here: Rank) -> tuple[MemoryEs
     for name, layout in here.layouts.items():
         info = here.tensors[name]
         nbytes = _local_bytes(here, name)
-        padding = (padded_numel(layout, here.at) * info.dtype.itemsize - nbytes) if layout.rows else 0
+        is_padded = layout.rows and not info.inner
+        padding = (padded_numel(layout, here.at) * info.dtype.itemsize - nbytes) if is_padded else 0
         gradient = nbytes if info.requires_grad else 0
         if name in offloaded:
             held["host"] += nbytes + padding + gradient

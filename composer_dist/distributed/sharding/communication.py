@@ -84,7 +84,7 @@ class UnitTraffic:
             return
         self._whole.add(name)
         ranks = self._smaller.get(name, self._ranks) if resharded else self._ranks
-        if ranks > 1:
+        if ranks > 1 and self._units[name].gathered:
             yield Transfer("all_gather", self._dimension, ranks, self._units[name].gathered)
 
 

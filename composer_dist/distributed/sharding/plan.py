@@ -3,8 +3,9 @@
 Rules take precedence over the wrap policy, and the wrap policy over the configuration.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +15,7 @@ from composer_dist import _torch
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed.feature_plan import FeaturePlan, Rank
 from composer_dist.distributed.mesh.dimensions import FLATTENED, roles
-from composer_dist.distributed.mesh.layout import padded_numel
+from composer_dist.distributed.mesh.layout import Layout, padded_numel
 from composer_dist.distributed.moving.memory import pins
 from composer_dist.distributed.sharding.assign_units import (
     Assignment,
@@ -144,8 +145,13 @@ def _sizes(unit: Unit, rank: Rank) -> UnitSizes:
     for name in unit.parameters:
         info, numel = rank.tensors[name], padded_numel(rank.layouts[name], rank.at)
         computed, reduced = policy.param_dtype or info.dtype, policy.reduce_dtype or info.dtype
-        found["gathered"] += numel * computed.itemsize * rank.at.shards
-        found["cast"] += numel * computed.itemsize if policy.param_dtype or unit.offload else 0
+        if info.inner:  # gathered as they are
+            cut = [(Layout(one.shape, True), one.dtype.itemsize) for one in info.inner if one.rows]
+            nbytes = sum(prod(layout.local_shape(rank.at)) * size for layout, size in cut)
+        else:
+            nbytes = numel * computed.itemsize
+            found["cast"] += nbytes if policy.param_dtype or unit.offload else 0
+        found["gathered"] += nbytes * rank.at.shards
         if info.requires_grad:
             found["gradients"] += numel * reduced.itemsize * rank.at.shards
             found["reduced"] += numel * reduced.itemsize
@@ -176,9 +182,9 @@ def plan(
     assignment = assign(structure, choices, shards)
     idle = idle_rules(wishes, assignment)
     blocks = innermost(assignment) or tuple(name for name, _ in structural_units(structure))
-    kept = ([*blocks[-1:]], [""], [_outermost(assignment)])
+    kept = _ends_of_forward(assignment, blocks, wishes.children)
     units = tuple(
-        _unit(group, structure, wishes, shards, ends_forward=group.modules in kept)
+        _unit(group, structure, wishes, shards, ends_forward=kept.issuperset(group.modules))
         for group in assignment.groups
     )
     methods = tuple(wishes.config.forward_methods)
@@ -221,11 +227,16 @@ def innermost(assignment: Assignment) -> tuple[str, ...]:
     return tuple(name for name in names if name not in outer)
 
 
-def _outermost(assignment: Assignment) -> str:
-    """The unit around all others with parameters, such as the model that a wrapper holds; or the root."""
+def _ends_of_forward(assignment: Assignment, blocks: Sequence[str], children: Collection[str]) -> set[str]:
+    """Units whose backward comes before that of units inside them, or of the blocks before them.
+
+    The root, or the unit around all others, such as a model in a wrapper; the parts of a ComposerModel that
+    have units inside; the last block of all, and the last one that is no such part itself.
+    """
     names = [name for group in assignment.groups if group.parameters for name in group.modules]
-    first = names[0] if names else ""
-    return first if all(first in ancestors(name) for name in names) else ""
+    around = {name for name in names[:1] if all(name in ancestors(other) for other in names)}
+    nested = [name for name in blocks if name not in children]
+    return {"", *around, *(name for name in children if name not in blocks), *blocks[-1:], *nested[-1:]}
 
 
 def _unit(group: Draft, structure: Structure, wishes: Wishes, shards: int, ends_forward: bool) -> Unit:
@@ -247,8 +258,8 @@ def _unit(group: Draft, structure: Structure, wishes: Wishes, shards: int, ends_
 def _reshard(group: Draft, fsdp2: FSDP2Config, shards: int, ends_forward: bool) -> bool | int:
     """Whether a unit is resharded after forward.
 
-    By default the root, the outermost unit and the last block are not, because their backward follows at
-    once and would gather them again (torch does this for the root, torchtitan for root and last block).
+    By default those that end the forward are not, because their backward follows at once and would gather
+    them again (torch does this for the root, torchtitan for the root and the last block).
     """
     wanted: bool | int = group.choice.options.get("reshard_after_forward", fsdp2.reshard_after_forward)
     if isinstance(wanted, bool):

@@ -53,12 +53,17 @@ def quantize(model: nn.Module) -> None:
             f"NF4 needs weights with a multiple of {multiple} elements; {len(odd)} have another number, such "
             f"as {odd[0]} of {tuple(linears[odd[0]].weight.shape)}."
         )
+    zeros: dict[Any, Any] = {}
     for layer in linears.values():
         weight = layer.weight.detach()
-        # On meta: zeros, for the structure, one layer at a time.
-        dense = torch.zeros(weight.shape, dtype=weight.dtype) if weight.is_meta else weight
-        small = nn.Parameter(nf4.from_tensor(dense, _BLOCK, _SCALES), requires_grad=False)
-        layer.weight = nn.Parameter(small.to("meta"), requires_grad=False) if weight.is_meta else small
+        if weight.is_meta:  # only the structure counts, which is the same for all of one shape
+            like = weight.shape, weight.dtype
+            if like not in zeros:
+                zeros[like] = nf4.from_tensor(torch.zeros(like[0], dtype=like[1]), _BLOCK, _SCALES)
+            small = zeros[like].to("meta")
+        else:
+            small = nf4.from_tensor(weight, _BLOCK, _SCALES)
+        layer.weight = nn.Parameter(small, requires_grad=False)
 
 
 def _used_by_others(model: nn.Module) -> Iterator[str]:

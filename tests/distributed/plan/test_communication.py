@@ -20,6 +20,7 @@ from tests.kit.compare import fails
 from tests.kit.estimates import planned_and_real_traffic
 from tests.kit.grids import slow
 from tests.kit.models import VOCABULARY, B
+from tests.kit.quantized import quantize
 from tests.kit.world import on_ranks
 
 pytestmark = pytest.mark.promise(112)
@@ -90,6 +91,24 @@ class Adapted(Buffered):
 def test_frozen_parameters_are_gathered_and_not_reduced(kind: str) -> None:
     planned, sent = planned_and_sent(Adapted, SHARDED[kind]())
     assert dict(planned) == dict(sent), f"{planned} {sent}"
+
+
+class Quantized(Buffered):
+    """With matrices that are gathered as eight bits and a scale a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.layers:
+            for layer in (block.attention.q, block.mlp.up):
+                layer.weight = nn.Parameter(quantize(layer.weight.detach(), "int8"), requires_grad=False)
+
+
+@on_ranks(2)
+def test_quantized_parameters_are_gathered_as_they_are() -> None:
+    planned, sent = planned_and_sent(Quantized, config())
+    assert dict(planned) == dict(sent), f"{planned} {sent}"
+    memory = plan_parallelism(Quantized(), config(), world_size=2).memory()
+    assert memory.padding == plan_parallelism(Buffered(), config(), world_size=2).memory().padding
 
 
 @pytest.mark.parametrize(
