@@ -4,11 +4,12 @@ FSDP2 records each parameter in a private object, which the sharded module refer
 shard is allocated once, with the padding that the all-gather needs, and filled in place.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial, wraps
 from math import prod
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from torch.distributed import ReduceOp
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._common_utils import collect_grad_tensors
-from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param, _fsdp_param_group
 
 # FSDP2's record of a parameter. Since torch 2.4.
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
@@ -196,6 +197,9 @@ def shard_home(param: Any, device: torch.device) -> tuple[torch.device, bool]:
 class _Watched:
     """A collective for FSDP2's `set_custom_all_gather` or `set_custom_reduce_scatter`; see below."""
 
+    params: Sequence[Any] = ()
+    """The `FSDPParam`s whose gradients it reduces next."""
+
     def __init__(self, collective: Any, tell: Callable[[Any, Any, Any], torch.Tensor | None]) -> None:
         self._collective, self._tell = collective, tell
         self.allocate = collective.allocate
@@ -216,25 +220,46 @@ class _Watched:
         return None  # no work: it is done
 
 
+@cache
+def _note_params() -> None:
+    """Have FSDP2 tell a watched collective whose gradients it is about to reduce."""
+    place: Any = _fsdp_param_group
+    reduce = place.foreach_reduce
+
+    @wraps(reduce)
+    def noting(params: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        for one in (*args, *kwargs.values()):
+            if isinstance(one, _Watched):
+                one.params = params
+        return reduce(params, *args, **kwargs)
+
+    place.foreach_reduce = noting
+
+
 def before_collectives(
-    module: nn.Module, tell: Callable[[bool, torch.Tensor, list[Any], bool], torch.Tensor | None]
+    module: nn.Module, tell: Callable[[int, torch.Tensor, list[Any], bool], torch.Tensor | None]
 ) -> None:
     """Call `tell(reduces, sent, groups, plain)` before each collective of the FSDP2 unit `module`.
 
-    `sent` is what this rank sends; `groups` are the groups of the collective, followed by the replicas' if
-    gradients are all-reduced next; `plain` says that it gathers, sums or averages. What `tell` returns, all
+    `reduces` is 0 if it gathers, 1 if it reduces all gradients, and otherwise a number for those that there
+    are; `sent` is what this rank sends; `groups` are the groups of the collective, followed by the replicas'
+    if gradients are all-reduced next; `plain` says that it gathers, sums or averages. What `tell` returns, all
     that the first group's ranks send, `(ranks, numel)`, stands for the collective; if it is None, the current
     one runs. They are not public. Since torch 2.9.
     """
+    _note_params()
     for group in fsdp_param_groups(module) if isinstance(module, FSDPModule) else ():
 
         def gathers(sent: torch.Tensor, shards: Any, op: Any) -> torch.Tensor | None:
-            return tell(False, sent, [shards], True)
+            return tell(0, sent, [shards], True)
 
         def reduces(sent: torch.Tensor, shards: Any, op: Any, group: Any = group) -> torch.Tensor | None:
             replicas = group.all_reduce_grads and _has_replicas(group)
             groups = [shards, group._all_reduce_process_group] if replicas else [shards]
-            return tell(True, sent, groups, op in (ReduceOp.SUM, ReduceOp.AVG))
+            there = {id(one) for one in group._reduce_scatter_comm.params}
+            absent = [n for n, one in enumerate(group.fsdp_params) if id(one) not in there]
+            which = 1 + crc32(repr(absent).encode()) if absent else 1
+            return tell(which, sent, groups, op in (ReduceOp.SUM, ReduceOp.AVG))
 
         group._all_gather_comm = _Watched(group._all_gather_comm, gathers)
         group._reduce_scatter_comm = _Watched(group._reduce_scatter_comm, reduces)

@@ -164,7 +164,7 @@ def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
     FollowBuffers(structure, mesh.fsdp)
     let_skip(structure, plan.skippable, inside, mesh.fsdp)
     if plan.check_order or (mesh.device_type == "cpu" and mesh.fsdp.size() > 1):
-        check_call_order(units, record(structure.modules[""]), always=plan.check_order)
+        check_call_order(units, record(structure.modules[""]), mesh.fsdp, always=plan.check_order)
 
 
 def _compute_in_own_dtype(structure: Structure, unit: Unit, device_type: str) -> None:

@@ -2,8 +2,9 @@
 
 A unit's all-gather needs every rank. If one rank skips a unit (an image tower, for a batch without images),
 its next collective meets the other ranks' collective for the skipped unit: they hang, or exchange the wrong
-bytes. If one rank skips an optimizer's step, the shards belong to different steps. Before each collective the
-ranks therefore compare its unit, length and step: in memory that they share if all are on one host, and
+bytes. If each rank uses another expert, the reductions add up gradients of different parameters. If one rank
+skips an optimizer's step, the shards belong to different steps. Before each collective the ranks therefore
+compare its model, unit, parameters, length and step: in memory that they share if all are on one host, and
 otherwise in a message of a few bytes. On a CPU mesh this is on by default. With an accelerator it makes the
 hosts wait for each other, so it is off by default (`ParallelismConfig.check_order`).
 
@@ -15,10 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist import _torch
 from composer_dist.distributed.prepared import Prepared
@@ -29,15 +32,26 @@ from composer_dist.distributed.ranks.reports import reason_of_loss
 from composer_dist.errors import ParallelismRuntimeError
 
 
-def check_call_order(units: Mapping[str, nn.Module], record: Prepared, always: bool) -> None:
+def check_call_order(
+    units: Mapping[str, nn.Module], record: Prepared, mesh: DeviceMesh, always: bool
+) -> None:
     """Compare the ranks before each collective of these units: names, in one order, and leading modules.
 
     Also how often optimizers have stepped, by the model's record. Unless `always`, only before a group's
     first collective and those that go through shared memory.
     """
-    order = _Order([name or "the root" for name in units], record, _torch.collective_timeout(), always)
+    group = mesh.get_group(mesh.ndim - 1)
+    _models[group] = number = _models.get(group, 0) + 1
+    names = [name or "the root" for name in units]
+    order = _Order(names, number, record, _torch.collective_timeout(), always)
     for index, module in enumerate(units.values()):
         _torch.before_collectives(module, partial(_compare, order, index))
+
+
+_boards: WeakKeyDictionary[dist.ProcessGroup, Board | None] = WeakKeyDictionary()
+"""Of all models, made after a group's first comparison; None where the ranks share no memory."""
+_models: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""How many models each group has prepared, which is the same on all of its ranks."""
 
 
 @dataclass
@@ -46,12 +60,14 @@ class _Order:
 
     names: Sequence[str]
     """Of the units."""
+    model: int
+    """Its number among those of the group."""
     record: Prepared
     limit: timedelta
     always: bool
     """Whether to compare also before collectives that are messages."""
-    boards: dict[dist.ProcessGroup, Board | None] = field(default_factory=dict)
-    """Made after a group's first comparison; None where the ranks share no memory."""
+    met: set[dist.ProcessGroup] = field(default_factory=set)
+    """The groups whose ranks have compared this model once."""
 
     def agree(
         self, facts: Sequence[int], groups: Sequence[dist.ProcessGroup], data: torch.Tensor | None
@@ -61,11 +77,12 @@ class _Order:
         False also where there are no boards to tell, and None where they have no room. What need not be
         compared counts as the same.
         """
-        boards = [board for group in groups if (board := self.boards.get(group)) is not None]
+        boards = [board for group in groups if (board := _boards.get(group)) is not None]
+        wanted = self.always or not self.met.issuperset(groups)
         if len(boards) < len(groups) or Board.rests:
-            return not self.always and all(group in self.boards for group in groups), None
+            return not wanted, None
         places = None if data is None or data.dtype not in _DTYPES else boards[0].places(data)
-        if places is None and not self.always:
+        if places is None and not wanted:
             return True, None
         if places is not None and data is not None:
             places[0].copy_(data)
@@ -73,6 +90,8 @@ class _Order:
         alike = True
         for board in boards:  # the next group is told of a difference in this one
             alike = board.all_show(hash((*facts, alike)), self.limit) and alike
+        if alike:
+            self.met.update(groups)
         return alike, places[1] if alike and places is not None else None
 
 
@@ -93,7 +112,7 @@ def exchange(facts: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.
 def _compare(
     order: _Order,
     index: int,
-    reduces: bool,
+    reduces: int,
     sent: torch.Tensor,
     groups: Sequence[dist.ProcessGroup],
     plain: bool,
@@ -103,19 +122,16 @@ def _compare(
     Returns:
         What the ranks of the first group send, where they share memory and the collective is `plain`.
     """
-    names, facts = order.names, [index, int(reduces), sent.numel(), order.record.steps]
+    names, facts = order.names, [order.model, index, reduces, sent.numel(), order.record.steps]
     try:
         alike, rows = order.agree(facts, groups, sent if plain else None)
         if alike:
             return rows
         table = exchange(torch.tensor([[dist.get_rank(), *facts]]), groups).tolist()
-        for group in groups:
-            if (
-                group not in order.boards
-                and not Board.rests
-                and all(row[1:] == table[0][1:] for row in table)
-            ):
-                order.boards[group] = Board.make(group)
+        for group in groups if all(row[1:] == table[0][1:] for row in table) and not Board.rests else ():
+            order.met.add(group)
+            if group not in _boards:
+                _boards[group] = Board.make(group)
     except RuntimeError as error:
         what = _spell(names, index, reduces)
         raise reason_of_loss(error, what) or ParallelismRuntimeError(
@@ -126,19 +142,26 @@ def _compare(
     other = next((row for row in table if row[1:] != one[1:]), None)
     if other is None:
         return None
-    if one[1:4] == other[1:4]:
+    if one[1:5] == other[1:5]:
         raise ParallelismRuntimeError(
-            f"Optimizers have stepped {one[4]} times on rank {one[0]}, but {other[4]} times on rank "
+            f"Optimizers have stepped {one[5]} times on rank {one[0]}, but {other[5]} times on rank "
             f"{other[0]}. Every rank must call optimizer.step() after the same batches, also where its own "
             "loss is not finite."
         )
-    if one[1:3] == other[1:3]:
+    if one[1] != other[1]:
         raise ParallelismRuntimeError(
-            f"The ranks reduce different gradients of {names[index]}: rank {one[0]} {one[3]:,} elements, "
-            f"rank {other[0]} {other[3]:,}. Some ranks did not use a module inside it, so its parameters "
-            "have no gradient there; mark such modules with Rule(..., skippable='root')."
+            f"The ranks run different models: rank {one[0]} the {_ordinal(one[1])} that they have prepared, "
+            f"rank {other[0]} the {_ordinal(other[1])}. Every rank must call the models in the same order."
         )
-    here, there = (_spell(names, row[1], bool(row[2])) for row in (one, other))
+    if one[2] == other[2] and bool(one[3]) == bool(other[3]):
+        sizes = f"{one[4]:,} elements, rank {other[0]} {other[4]:,}"
+        sizes += " of other parameters" if one[4] == other[4] else ""
+        raise ParallelismRuntimeError(
+            f"The ranks reduce different gradients of {names[index]}: rank {one[0]} {sizes}. Some ranks did "
+            "not use a module inside it, so its parameters have no gradient there; mark such modules with "
+            "Rule(..., skippable='root')."
+        )
+    here, there = (_spell(names, row[2], row[3]) for row in (one, other))
     raise ParallelismRuntimeError(
         f"The ranks run different units: rank {one[0]} is about to {here}, rank {other[0]} to {there}. Every "
         "rank must run every unit, in the same order. If some ranks skip a module (an image tower, for a "
@@ -146,5 +169,9 @@ def _compare(
     )
 
 
-def _spell(names: Sequence[str], index: int, reduces: bool) -> str:
+def _ordinal(number: int) -> str:
+    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")
+
+
+def _spell(names: Sequence[str], index: int, reduces: int) -> str:
     return f"{'reduce the gradients of' if reduces else 'gather'} {names[index]}"

@@ -58,25 +58,53 @@ def test_replicas_that_differ_are_seen_when_they_reduce() -> None:
 
 
 class Experts(nn.Module):
-    """A layer of which each rank uses another expert."""
+    """A layer of which each rank uses another expert, of equal size or not."""
 
-    def __init__(self) -> None:
+    def __init__(self, equal: bool = False) -> None:
         super().__init__()
-        self.layer, self.experts = Layer(), nn.ModuleList([Layer(), nn.Linear(WIDTH, WIDTH)])
+        other = Layer() if equal else nn.Linear(WIDTH, WIDTH)
+        self.layer, self.experts = Layer(), nn.ModuleList([Layer(), other])
 
     def forward(self, x: Tensor, which: int) -> Tensor:
         out: Tensor = self.experts[which](self.layer(x))
         return out
 
 
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
 @on_ranks(2)
-def test_gradients_that_some_ranks_lack_are_an_error() -> None:
-    model = Experts()
+def test_gradients_that_some_ranks_lack_are_an_error(equal: bool, shared: bool) -> None:
+    model = Experts(equal)
     parallelize_model(model, ParallelismConfig(sync="rank0"), fsdp_wrap_policy=lambda module: module is model)
+    model(torch.randn(3, WIDTH), 0).mean().backward()
     remedy = "mark such modules with Rule(..., skippable='root')."
     text = "The ranks reduce different gradients of the root: rank 0 "
-    with fails_alike(ParallelismRuntimeError, text, remedy):
+    other = " of other parameters. Some" if equal else " elements, rank 1 "
+    with (
+        nullcontext() if shared else by_messages(),
+        fails_alike(ParallelismRuntimeError, text, other, remedy),
+    ):
         model(torch.randn(3, WIDTH), dist.get_rank()).mean().backward()
+
+
+@on_ranks(2)
+def test_parameters_that_a_rank_has_frozen_are_not_reduced_with_others() -> None:
+    model = Experts(equal=True)
+    parallelize_model(model, ParallelismConfig(sync="rank0"), fsdp_wrap_policy=lambda module: module is model)
+    model.experts[dist.get_rank()].requires_grad_(False)
+    with fails_alike(ParallelismRuntimeError, "The ranks reduce different gradients of the root"):
+        (model(torch.randn(3, WIDTH), 0) + model(torch.randn(3, WIDTH), 1)).mean().backward()
+
+
+@on_ranks(2)
+def test_models_that_ranks_call_in_another_order_are_an_error() -> None:
+    models = [Experts(), Experts()]
+    for model in models:
+        parallelize_model(model, ParallelismConfig(sync="rank0"))
+        model(torch.randn(3, WIDTH), 0).mean().backward()
+    text = "The ranks run different models: rank 0 the first that they have prepared, rank 1 the second."
+    with fails_alike(ParallelismRuntimeError, text):
+        models[dist.get_rank()](torch.randn(3, WIDTH), 0)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +136,7 @@ def test_large_units_meet_only_if_their_order_is_to_be_checked() -> None:
         ):
             model(torch.randn(3, WIDTH), torch.randn(3, WIDTH))[0].mean().backward()
         met.append(all_show.call_count)
-    assert met == [12, 0]
+    assert met == [12, 1]  # the second model's first collective meets on the group's board
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -137,7 +165,7 @@ def test_small_units_of_one_host_need_no_messages_and_get_the_same_gradients(dty
         model = Multimodal().to(dtype)
         parallelize_model(model, ParallelismConfig(check_order=check))
         text, images = (torch.randn(3, WIDTH) * (1 + dist.get_rank())).to(dtype).split([1, 2])
-        with mock.patch.object(Board, "make", make):
+        with mock.patch.object(Board, "make", make), mock.patch.object(check_order, "_boards", {}):
             for _ in range(3):
                 with Collectives() as collectives:
                     model(text, images)[0].mean().backward()
