@@ -241,9 +241,9 @@ def before_collectives(
 ) -> None:
     """Call `tell(reduces, sent, groups, plain)` before each collective of the FSDP2 unit `module`.
 
-    `reduces` is 0 if it gathers, 1 if it reduces all gradients, and otherwise a number for those that there
-    are; `sent` is what this rank sends; `groups` are the groups of the collective, followed by the replicas'
-    if gradients are all-reduced next; `plain` says that it gathers, sums or averages. What `tell` returns, all
+    `reduces` is 0 if it gathers, 1 if it reduces all gradients, and else a number for those that there are;
+    `sent` is what this rank sends; `groups` are the groups of the collective, followed by the replicas' if
+    gradients are all-reduced next; `plain` says that it gathers, sums or averages. What `tell` returns, all
     that the first group's ranks send, `(ranks, numel)`, stands for the collective; if it is None, the current
     one runs. They are not public. Since torch 2.9.
     """
