@@ -173,7 +173,7 @@ def _prepare(
     done = Preparation(model, plan, mesh.device_mesh)
     with done.step("agree"):
         strict, weights = plan.delivery.strict, request.weights
-        disk = Pretrained.open(weights, structure, agreement, strict) if weights else None
+        disk = None if weights is None else Pretrained.open(weights, structure, agreement, strict)
         sources = decide_sources(agreement, structure, plan, optimizers, disk.names if disk else frozenset())
         components = initialize.agree_on_components(
             structure, sources.init, request.init_fn, optimizers, agreement

@@ -158,10 +158,10 @@ def lora(model: nn.Module, **options: Any) -> Any:
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
 
 
-def lora_llama() -> Any:
+def lora_llama(**options: Any) -> Any:
     """A Llama with LoRA on matrices that are cut by rows and by columns."""
     targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
-    return lora(llama(), r=4, target_modules=targets, init_lora_weights=False, lora_dropout=0.0)
+    return lora(llama(), r=4, target_modules=targets, init_lora_weights=False, lora_dropout=0.0, **options)
 
 
 def lora_gpt2() -> Any:

@@ -44,7 +44,7 @@ class AdaptedLayer:
             warnings.simplefilter("ignore")  # peft's advice on how to load the merged model
             try:
                 result = _merge(self.module)
-            except NotImplementedError as error:
+            except Exception as error:  # peft has several for what it cannot merge
                 raise CheckpointValueError(
                     f"peft cannot merge the adapter of {self.name}: {error}"
                 ) from error

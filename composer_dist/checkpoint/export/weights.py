@@ -191,7 +191,8 @@ class Export:
         for number, group in enumerate(plan.groups):
             alike = all(isinstance(self.tensors[name], DTensor | nn.Parameter) for name in group.sources)
             turn = ranks[number % len(ranks) if shared and alike and self.mesh is not None else 0]
-            values = self._gathered(group, turn == self.agreement.rank)
+            values, unmerged = self._gathered(group, turn == self.agreement.rank)
+            failed = failed or unmerged
             if turn == self.agreement.rank and failed is None:
                 try:
                     self._write_group(group, values, plan, target)
@@ -200,8 +201,10 @@ class Export:
             stage.advance(sum(plan.index.entries[name].nbytes for name in group.results))
         return failed
 
-    def _gathered(self, group: Bundle, wanted: bool) -> dict[str, Tensor]:
+    def _gathered(self, group: Bundle, wanted: bool) -> tuple[dict[str, Tensor], Exception | None]:
+        """The values, and why some could not be merged; all are gathered in any case."""
         values: dict[str, Tensor] = {}
+        failed: Exception | None = None
         for name in group.sources:
             if name in values:
                 continue
@@ -209,11 +212,14 @@ class Export:
                 full = gather(self.tensors[name])
                 values[name] = dense(full) if wanted else torch.empty(0)
             else:
-                merged = layer.merged(wanted)
+                try:
+                    merged = layer.merged(wanted)
+                except CheckpointValueError as error:
+                    merged, failed = {}, failed or error
                 values |= {
                     key: merged.get(key, torch.empty(0)) for key in group.sources if key in self.layers
                 }
-        return values
+        return values, failed
 
     def _write_group(
         self, group: Bundle, values: dict[str, Tensor], plan: ExportPlan, target: NewFiles

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
@@ -23,7 +24,7 @@ from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError, P
 from composer_dist.files.slabs import Slab
 from tests.kit.compare import fails_alike, same
 from tests.kit.files import tensors
-from tests.kit.huggingface import gpt2, mixtral, phi3, qwen3, random, tied_llama
+from tests.kit.huggingface import gpt2, lora_llama, mixtral, phi3, qwen3, random, tied_llama
 from tests.kit.measure import profiled
 from tests.kit.meshes import BY_WORLD
 from tests.kit.world import on_ranks, run
@@ -250,6 +251,20 @@ def test_a_rank_that_cannot_write_fails_on_all_and_the_earlier_export_stays(
             export_pretrained(model, directory)
     dist.barrier()  # rank 0 looks after the directory
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+@on_ranks(2)
+def test_what_peft_cannot_merge_fails_on_all_ranks_and_leaves_no_collective(tmp_path: Path) -> None:
+    model = lora_llama(lora_bias=True)
+    parallelize_model(model, FSDP2Config())
+    text = "Rank 0: peft cannot merge the adapter of model.layers.0.self_attn.q_proj: Impossible to merge"
+    with fails_alike(CheckpointValueError, text):
+        export_pretrained(model, tmp_path / "out", merge_adapters=True)
+    assert not (tmp_path / "out").exists()
+    tokens = torch.ones(1, 3, dtype=torch.int64)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    dist.barrier()
 
 
 @on_ranks(2)

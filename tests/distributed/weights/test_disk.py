@@ -30,12 +30,13 @@ from composer_dist.distributed.moving import shares
 from composer_dist.distributed.moving.gather import gather
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.weights.disk import Pretrained, UnfilledPart
+from composer_dist.distributed.weights.disk import Pretrained, UnfilledPart, check_weights
 from composer_dist.errors import (
     CheckpointKeyError,
     CheckpointRuntimeError,
     CheckpointValueError,
     ParallelismRuntimeError,
+    ParallelismTypeError,
     ParallelismValueError,
 )
 from composer_dist.files.match import Match
@@ -459,3 +460,8 @@ def test_corrupt_files_are_refused_alike_on_all_ranks(tmp_path: Path) -> None:
         path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4000))
     dist.barrier()
     refused(CheckpointValueError, "toy.safetensors is corrupt: 'row'", weights=path)
+
+
+def test_an_empty_path_is_refused() -> None:
+    with pytest.raises(ParallelismTypeError, match="file or directory, or None, not ''"):
+        check_weights("", "auto")
