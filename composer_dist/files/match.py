@@ -120,6 +120,11 @@ class _Names:
     models: list[tuple[str, Any]]
     """Prefix and module of each transformers model or peft base model."""
 
+    def inside(self, name: str) -> list[str]:
+        """First names of the tensor that has this name, perhaps behind a wrapper's."""
+        found = {first for one, first in self.exact.items() if one == name or one.endswith(f".{name}")}
+        return [*found] if len(found) == 1 else []
+
     @classmethod
     def of(cls, structure: Structure) -> _Names:
         exact: dict[str, str] = {}
@@ -150,6 +155,7 @@ def _match_adapter(names: _Names, given: Mapping[str, Blueprint], own: Mapping[s
     for key, value in given.items():
         name = own.get(canonical_name(key))
         firsts = [names.exact[name]] if name in names.exact else names.plain.get(canonical_name(key), [])
+        firsts = firsts or names.inside(canonical_name(key))  # an adapted embedding's, which peft saves too
         if not firsts:
             match.unexpected.append(key)
         for first in firsts:

@@ -221,7 +221,14 @@ def test_a_whole_peft_state_onto_peft_and_its_base_onto_a_plain_model(own: Path)
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
-    "options", [{}, {"modules_to_save": ["lm_head"]}, {"use_dora": True, "bias": "all"}], ids=str
+    "options",
+    [
+        {},
+        {"modules_to_save": ["lm_head"]},
+        {"use_dora": True, "bias": "all"},
+        {"target_modules": ["embed_tokens", "q_proj"]},  # of which the base's embedding is saved too
+    ],
+    ids=str,
 )
 def test_an_adapter_onto_a_peft_model_leaves_the_base(tmp_path: Path, options: dict[str, Any]) -> None:
     random(lora(llama(), **options)).save_pretrained(tmp_path)
