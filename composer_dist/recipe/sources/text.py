@@ -23,6 +23,8 @@ from composer_dist.wording import listed
 IGNORED = -100
 """The label that losses skip, as everywhere in transformers."""
 Sample = dict[str, Tensor]
+_AT_ONCE = 1000
+"""Paragraphs that are tokenized together."""
 
 
 def read(source: str | Sequence[str] | Mapping[str, Any]) -> str:
@@ -118,9 +120,14 @@ def pieces(text: str, tokenizer: Any, length: int) -> Tensor:
 def _encode(text: str, tokenizer: Any) -> Tensor:
     if tokenizer.init_kwargs.get("is_bytes"):  # the tokens are the bytes themselves
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
-    paragraphs = [paragraph for paragraph in text.split("\n\n") if paragraph]
-    encoded = tokenizer([f"{paragraph}\n\n" for paragraph in paragraphs], add_special_tokens=False)
-    return torch.tensor([token for tokens in encoded["input_ids"] for token in tokens])
+    paragraphs = [f"{paragraph}\n\n" for paragraph in text.split("\n\n") if paragraph]
+    parts: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+    for first in range(0, len(paragraphs), _AT_ONCE):  # all at once take 180 bytes a token
+        encoded = tokenizer(
+            paragraphs[first : first + _AT_ONCE], add_special_tokens=False, return_attention_mask=False
+        )
+        parts.append(torch.tensor([token for tokens in encoded["input_ids"] for token in tokens]))
+    return torch.cat(parts)
 
 
 def hold_out(samples: Sequence[Any], count: int) -> tuple[list[int], list[int]]:
