@@ -57,6 +57,7 @@ FEATURES = {
     "torch.distributed.fsdp._common_utils.collect_grad_tensors": "losses that a unit keeps elsewhere",
     "torch.distributed.fsdp._common_utils.replace_grad_tensors": "inputs of units that are no views",
     "torch.distributed.fsdp._fully_shard._fsdp_common": "transforms of torch.func around units",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": "ranks compare which gradients they reduce",
     "torch.distributed.fsdp._fully_shard._fsdp_param": "sharding without shapes by symbols",
     "torch.distributed.fsdp._fully_shard._fsdp_param.ShardedState": "refusing to change parameters",
     "torch._prims_common.make_contiguous_strides_for": "sharding without shapes by symbols",

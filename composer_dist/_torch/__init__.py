@@ -11,7 +11,6 @@ from composer_dist._torch.data_writes import *
 from composer_dist._torch.dtensors import *
 from composer_dist._torch.fake import *
 from composer_dist._torch.gathered import *
-from composer_dist._torch.memory import *
 from composer_dist._torch.modules import *
 from composer_dist._torch.operations import *
 from composer_dist._torch.optimizers import *

@@ -1,6 +1,11 @@
-"""torch's DataLoader."""
+"""torch's DataLoader, and the history of a CUDA device's memory for pytorch.org/memory_viz (torch 2.1)."""
 
 from traceback import walk_tb
+
+from torch.cuda.memory import _dump_snapshot as dump_memory_history
+from torch.cuda.memory import _record_memory_history as record_memory_history
+
+__all__ = ["dump_memory_history", "raised_by_samples", "record_memory_history"]
 
 
 def raised_by_samples(error: StopIteration) -> bool:

@@ -4,21 +4,19 @@ FSDP2 records each parameter in a private object, which the sharded module refer
 shard is allocated once, with the padding that the all-gather needs, and filled in place.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache, partial, wraps
+from functools import partial
 from math import prod
 from typing import Any, cast
-from zlib import crc32
 
 import torch
 from torch import nn
 from torch._prims_common import make_contiguous_strides_for
-from torch.distributed import ReduceOp
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._common_utils import collect_grad_tensors
-from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param
 
 # FSDP2's record of a parameter. Since torch 2.4.
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
@@ -194,77 +192,6 @@ def shard_home(param: Any, device: torch.device) -> tuple[torch.device, bool]:
     return torch.device("cpu") if param.offload_to_cpu else device, param.pin_memory
 
 
-class _Watched:
-    """A collective for FSDP2's `set_custom_all_gather` or `set_custom_reduce_scatter`; see below."""
-
-    params: Sequence[Any] = ()
-    """The `FSDPParam`s whose gradients it reduces next."""
-
-    def __init__(self, collective: Any, tell: Callable[[Any, Any, Any], torch.Tensor | None]) -> None:
-        self._collective, self._tell = collective, tell
-        self.allocate = collective.allocate
-
-    def __call__(
-        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any = None, **kwargs: Any
-    ) -> Any:
-        rows = self._tell(input_tensor, group, op)
-        if rows is None:
-            kwargs |= {} if op is None else {"op": op}
-            return self._collective(output_tensor, input_tensor, group, **kwargs)
-        if op is None:
-            output_tensor.view(rows.shape).copy_(rows)
-        else:
-            torch.sum(rows.view(len(rows), len(rows), -1)[:, group.rank()], 0, out=output_tensor)
-            if op == ReduceOp.AVG:
-                output_tensor.div_(len(rows))
-        return None  # no work: it is done
-
-
-@cache
-def _note_params() -> None:
-    """Have FSDP2 tell a watched collective whose gradients it is about to reduce."""
-    place: Any = _fsdp_param_group
-    reduce = place.foreach_reduce
-
-    @wraps(reduce)
-    def noting(params: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        for one in (*args, *kwargs.values()):
-            if isinstance(one, _Watched):
-                one.params = params
-        return reduce(params, *args, **kwargs)
-
-    place.foreach_reduce = noting
-
-
-def before_collectives(
-    module: nn.Module, tell: Callable[[int, torch.Tensor, list[Any], bool], torch.Tensor | None]
-) -> None:
-    """Call `tell(reduces, sent, groups, plain)` before each collective of the FSDP2 unit `module`.
-
-    `reduces` is 0 if it gathers, 1 if it reduces all gradients, and else a number for those that there are;
-    `sent` is what this rank sends; `groups` are the groups of the collective, followed by the replicas' if
-    gradients are all-reduced next; `plain` says that it gathers, sums or averages. What `tell` returns, all
-    that the first group's ranks send, `(ranks, numel)`, stands for the collective; if it is None, the current
-    one runs. They are not public. Since torch 2.9.
-    """
-    _note_params()
-    for group in fsdp_param_groups(module) if isinstance(module, FSDPModule) else ():
-
-        def gathers(sent: torch.Tensor, shards: Any, op: Any) -> torch.Tensor | None:
-            return tell(0, sent, [shards], True)
-
-        def reduces(sent: torch.Tensor, shards: Any, op: Any, group: Any = group) -> torch.Tensor | None:
-            replicas = group.all_reduce_grads and _has_replicas(group)
-            groups = [shards, group._all_reduce_process_group] if replicas else [shards]
-            there = {id(one) for one in group._reduce_scatter_comm.params}
-            absent = [n for n, one in enumerate(group.fsdp_params) if id(one) not in there]
-            which = 1 + crc32(repr(absent).encode()) if absent else 1
-            return tell(which, sent, groups, op in (ReduceOp.SUM, ReduceOp.AVG))
-
-        group._all_gather_comm = _Watched(group._all_gather_comm, gathers)
-        group._reduce_scatter_comm = _Watched(group._reduce_scatter_comm, reduces)
-
-
 def postponed_hooks(module: nn.Module) -> list[str]:
     """Which parameters of a unit have post-accumulate hooks that a backward now does not call.
 
@@ -273,13 +200,14 @@ def postponed_hooks(module: nn.Module) -> list[str]:
     return [
         param._param_fqn
         for group in (fsdp_param_groups(module) if isinstance(module, FSDPModule) else ())
-        if not (group.reduce_grads and (group.all_reduce_grads or not _has_replicas(group)))
+        if not (group.reduce_grads and (group.all_reduce_grads or not has_replicas(group)))
         for param in group.fsdp_params
         if getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
     ]
 
 
-def _has_replicas(group: Any) -> bool:
+def has_replicas(group: Any) -> bool:
+    """Whether the gradients of a unit's group are averaged over replicas of the shards. Since torch 2.4."""
     return group.mesh_info.replicate_mesh_dim is not None
 
 

@@ -101,10 +101,9 @@ def held_memory(plan: Decisions, subject: Subject, here: Rank) -> tuple[MemoryEs
     offloaded = {name for unit in plan.units if unit.offload for name in unit.parameters}
     held: Counter[str] = Counter()
     for name, layout in here.layouts.items():
-        info = here.tensors[name]
-        nbytes = _local_bytes(here, name)
-        is_padded = layout.rows and not info.inner
-        padding = (padded_numel(layout, here.at) * info.dtype.itemsize - nbytes) if is_padded else 0
+        info, nbytes = here.tensors[name], _local_bytes(here, name)
+        padded = padded_numel(layout, here.at) * info.dtype.itemsize
+        padding = padded - nbytes if layout.rows and not info.inner else 0
         gradient = nbytes if info.requires_grad else 0
         if name in offloaded:
             held["host"] += nbytes + padding + gradient
