@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from composer_dist._torch import finish_lazily, fsdp_param_groups
 from composer_dist.composer_model import ComposerModel
-from composer_dist.distributed.prepared import reshard
 from composer_dist.distributed.ranks.process_group import world_and_rank
 from composer_dist.distributed.sharding.generation import check_static_cache
 from composer_dist.distributed.sharding.hooks import stay_gathered
@@ -304,16 +303,15 @@ def _gathered(*chain: Any) -> Iterator[None]:
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
-    try:
-        with stay_gathered():
+    with stay_gathered(chain[0]):
+        try:
             yield
-    finally:
-        for root in units[:1]:
-            delattr(root, method)  # it was registered on the instance
-            vars(root).update(before)
-        for group, mesh_info in zip(groups, after_forward, strict=True):
-            group.post_forward_mesh_info = mesh_info
-        reshard(chain[0])
+        finally:
+            for root in units[:1]:
+                delattr(root, method)  # it was registered on the instance
+                vars(root).update(before)
+            for group, mesh_info in zip(groups, after_forward, strict=True):
+                group.post_forward_mesh_info = mesh_info
 
 
 def _drop_base(module: HuggingFaceModel, state: dict[str, Any], prefix: str, metadata: Any) -> None:

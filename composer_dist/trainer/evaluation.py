@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from composer_dist.distributed.prepared import mesh_of, reshard
+from composer_dist.distributed.prepared import mesh_of
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.sharding.hooks import stay_gathered
@@ -55,7 +55,7 @@ def evaluate(
     state.eval_metrics[label] = metrics
     total, weight = torch.zeros((), device=state.device), 0.0
     with _reading(state, feed, label, only_loss=not metrics):
-        with _gathered_once(state.model):
+        with stay_gathered(state.model):
             for fed in _batches(state, feed, "eval", run_event):
                 with autocast(state.precision, state.device):
                     outputs = state.model(state.batch)
@@ -82,7 +82,7 @@ def predict(state: State, dataloader: Iterable[Any], run_event: RunEvent, keep: 
     feed = Feed(dataloader, "predict", lambda batch: Size(samples=num_samples(batch)))
     kept: list[Any] = []
     with _reading(state, feed, "predict"):
-        with _gathered_once(state.model):
+        with stay_gathered(state.model):
             for fed in _batches(state, feed, "predict", run_event):
                 with autocast(state.precision, state.device):
                     state.outputs = state.model.eval_forward(state.batch)
@@ -91,16 +91,6 @@ def predict(state: State, dataloader: Iterable[Any], run_event: RunEvent, keep: 
                     kept.append(map_tensors(lambda _, tensor: tensor.cpu(), state.outputs))
         run_event(Event.PREDICT_END)
     return kept
-
-
-@contextmanager
-def _gathered_once(model: nn.Module) -> Iterator[None]:
-    """Units that stay gathered between forward and backward do so from batch to batch inside."""
-    try:
-        with stay_gathered():
-            yield
-    finally:
-        reshard(model)
 
 
 def _batches(state: State, feed: Feed, kind: str, run_event: RunEvent) -> Iterator[Fed]:

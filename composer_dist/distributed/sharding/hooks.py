@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_dist import _torch
 from composer_dist.distributed import forwards
+from composer_dist.distributed.prepared import reshard
 from composer_dist.tensors.nested import replace_tensors, tensors_in
 
 
@@ -99,13 +100,17 @@ _gathered: ContextVar[bool] = ContextVar("gathered", default=False)
 
 
 @contextmanager
-def stay_gathered() -> Iterator[None]:
-    """Inside, units that stay gathered after forward also do so after a forward without gradients."""
+def stay_gathered(model: nn.Module) -> Iterator[None]:
+    """Inside, units that stay gathered after forward also do so after a forward without gradients.
+
+    Afterwards all units of the model are sharded.
+    """
     token = _gathered.set(True)
     try:
         yield
     finally:
         _gathered.reset(token)
+        reshard(model)
 
 
 def reshard_after_evaluation(unit: FSDPModule) -> None:

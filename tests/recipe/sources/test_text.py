@@ -12,7 +12,9 @@ from composer_dist.recipe.sources import text
 from composer_dist.recipe.tokenizer import byte_tokenizer, tokenizer_named
 
 
-def test_the_byte_tokenizer_gives_bytes_and_is_loaded_by_transformers(tmp_path: Path) -> None:
+def test_the_byte_tokenizer_gives_bytes_and_is_loaded_by_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = "héllo wörld\n\n\ttab \x00 €"
     made = byte_tokenizer()
     assert made(written)["input_ids"] == list(written.encode())
@@ -23,7 +25,9 @@ def test_the_byte_tokenizer_gives_bytes_and_is_loaded_by_transformers(tmp_path: 
     assert loaded.decode(loaded(written)["input_ids"]) == written
     short = text.pieces(written * 9, loaded, 7)
     del loaded.init_kwargs["is_bytes"]  # the way of every other tokenizer must come to the same
-    assert torch.equal(text.pieces(written * 9, loaded, 7), short)
+    for at_once in (1, 4, 1000):
+        monkeypatch.setattr(text, "_AT_ONCE", at_once)
+        assert torch.equal(text.pieces(written * 9, loaded, 7), short)
 
 
 def test_files_by_glob_and_what_is_not_there(tmp_path: Path) -> None:
