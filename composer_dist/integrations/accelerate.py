@@ -24,6 +24,7 @@ from composer_dist import MeshConfig, distributed
 from composer_dist import checkpoint as states
 from composer_dist.config.parallelism import Config
 from composer_dist.distributed import Preparation, device_mesh_of, process_group, resolve_config
+from composer_dist.distributed.training.gradients import Accumulate, check_accumulate
 from composer_dist.errors import CheckpointValueError, ParallelismRuntimeError, ParallelismValueError
 
 CASTS = {"no": None, "bf16": "amp_bf16"}
@@ -52,6 +53,8 @@ class ComposerAccelerator(Accelerator):
         parallelism: what `parallelize_model` takes as its config.
         weights: files to fill models from, as for `parallelize_model`.
         options: those of `parallelize_model`, for each model that is prepared.
+        accumulate: "sharded" reduces each microbatch's gradients at once; "unsharded" reduces once a step and
+            holds whole gradients until then.
         accelerator: the Accelerator's own arguments, but not its plugins for parallelism.
     """
 
@@ -64,6 +67,7 @@ class ComposerAccelerator(Accelerator):
         *,
         weights: str | os.PathLike[str] | None = None,
         options: dict[str, Any] | None = None,
+        accumulate: Accumulate = "sharded",
         **accelerator: Any,
     ) -> None:
         if given := [name for name in REFUSED if accelerator.get(name) is not None]:
@@ -71,6 +75,7 @@ class ComposerAccelerator(Accelerator):
                 f"{', '.join(given)}: not for a ComposerAccelerator. Use parallelism= instead, as in "
                 "ParallelismConfig(mesh=MeshConfig(tp=2), tp=TPConfig(), compile=True)."
             )
+        check_accumulate(accumulate)
         # Without "cpu", accelerate's ranks do not see each other on a machine without accelerators.
         accelerator.setdefault("cpu", not torch.accelerator.is_available())
         super().__init__(**accelerator)
@@ -89,6 +94,7 @@ class ComposerAccelerator(Accelerator):
         self.parallelism = parallelism
         self.preparations: list[Preparation] = []
         self._options = {"weights": weights, **(options or {})}
+        self._accumulate = accumulate
         self._mesh: DeviceMesh | None = None
         self._saving = False
 
@@ -179,7 +185,7 @@ class ComposerAccelerator(Accelerator):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """A microbatch whose gradients wait for the next ones; see `composer_dist.distributed.accumulate`."""
-        with distributed.accumulate(model, last=False):
+        with distributed.accumulate(model, last=False, how=self._accumulate):
             yield
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:

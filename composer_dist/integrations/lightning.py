@@ -54,6 +54,8 @@ class ComposerDistStrategy(Prepares, ModelParallelStrategy):
 
     Args:
         parallelism: what `parallelize_model` takes as its config; an `FSDP2Config` by default.
+        accumulate: "sharded" reduces each microbatch's gradients at once; "unsharded" reduces once a step and
+            holds whole gradients until then.
         options: Lightning's `save_distributed_checkpoint` (True: directories, to which each rank writes what
             it holds; False: files as all strategies of Lightning write and read them, gathered on rank 0),
             `process_group_backend` and `timeout`; and arguments of `parallelize_model`, such as `weights`.
@@ -108,7 +110,7 @@ class ComposerDistStrategy(Prepares, ModelParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """A microbatch whose gradients wait for the next ones: see `accumulate`."""
-        with distributed.accumulate(self.model, last=False):
+        with distributed.accumulate(self.model, last=False, how=self._accumulate):
             yield
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:

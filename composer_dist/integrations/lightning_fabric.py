@@ -22,6 +22,7 @@ from composer_dist.distributed import (
     process_group,
     resolve_config,
 )
+from composer_dist.distributed.training.gradients import Accumulate, check_accumulate
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
 CASTS = {"32-true": None, "bf16-mixed": "amp_bf16", "bf16-true": None, "16-true": None}
@@ -36,12 +37,15 @@ class Prepares:
     _required: tuple[Any, ...] = ()
     """Arguments that Lightning's strategy requires."""
 
-    def __init__(self, parallelism: Config = "fsdp", **options: Any) -> None:
+    def __init__(
+        self, parallelism: Config = "fsdp", *, accumulate: Accumulate = "sharded", **options: Any
+    ) -> None:
+        check_accumulate(accumulate)
         names = ("save_distributed_checkpoint", "process_group_backend", "timeout")
         super().__init__(*self._required, **{name: options.pop(name) for name in names if name in options})
         if "precision" in options:
             raise ParallelismValueError("Pass precision= to the Trainer or to Fabric, not to the strategy.")
-        self.parallelism, self._options = parallelism, options
+        self.parallelism, self._accumulate, self._options = parallelism, accumulate, options
         self.preparation: Preparation | None = None
         self._backward_sync_control = self
 
@@ -127,7 +131,7 @@ class ComposerDistFabricStrategy(Prepares, ModelParallelStrategy):
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """If `enabled`, a microbatch whose gradients wait for the next ones; see `accumulate`."""
-        return distributed.accumulate(module, last=not enabled)
+        return distributed.accumulate(module, last=not enabled, how=self._accumulate)
 
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Optimizer, *args: Any, **options: Any

@@ -21,13 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_NAMES
 
-from composer_dist.checkpoint import (
-    export_pretrained,
-    full_model_state,
-    load_checkpoint,
-    load_pretrained,
-    save_checkpoint,
-)
+from composer_dist import checkpoint as states
 from composer_dist.config.parallelism import Config
 from composer_dist.distributed import (
     ParallelPlan,
@@ -38,6 +32,7 @@ from composer_dist.distributed import (
     parallelize_model,
     plan_parallelism,
 )
+from composer_dist.distributed.training.gradients import Accumulate
 from composer_dist.errors import Faults, ParallelismError
 from composer_dist.integrations.transformers_arguments import (
     ParallelArguments,
@@ -68,8 +63,7 @@ class ComposerDistMixin(ChunkedLossMixin):
     ```
 
     The model is prepared when it is first needed: in `train`, `evaluate`, `predict` and `save_model`, which
-    every rank calls. Each of the three arguments may be an attribute of `args` instead; see
-    `ParallelArguments`.
+    every rank calls. Each argument may be an attribute of `args` instead; see `ParallelArguments`.
 
     Args:
         *given: as for the trainer.
@@ -77,6 +71,7 @@ class ComposerDistMixin(ChunkedLossMixin):
         weights: what fills the prepared model, for one that was built under `init_context`.
         precision: the dtype of the computation; not together with the trainer's own `bf16`.
         chunked_loss: compute the model's loss without all logits; see `HuggingFaceModel`.
+        accumulate: "unsharded" reduces gradients once a step, not in each microbatch, and holds whole ones.
         **named: as for the trainer.
 
     Raises:
@@ -102,15 +97,20 @@ class ComposerDistMixin(ChunkedLossMixin):
         weights: str | os.PathLike[str] | None = None,
         precision: str | Precision | None = None,
         chunked_loss: bool | int | None = None,
+        accumulate: Accumulate | None = None,
         **named: Any,
     ) -> None:
         check_version()
         super().__init__(*given, **named)
-        wanted = getattr(self.args, "parallelism", None) if parallelism is None else parallelism
-        self.parallelism = read_parallelism(wanted)
-        self.weights = getattr(self.args, "weights", None) if weights is None else weights
-        self.precision = getattr(self.args, "precision", None) if precision is None else precision
-        self.chunked_loss = getattr(self.args, "chunked_loss", True) if chunked_loss is None else chunked_loss
+
+        def wanted(name: str, value: Any, default: Any = None) -> Any:
+            return getattr(self.args, name, default) if value is None else value
+
+        self.parallelism = read_parallelism(wanted("parallelism", parallelism))
+        self.weights = wanted("weights", weights)
+        self.precision = wanted("precision", precision)
+        self.chunked_loss = wanted("chunked_loss", chunked_loss, True)
+        self.accumulate = wanted("accumulate", accumulate, "sharded")
         with Faults(f"{type(self).__name__}: ") as faults:
             faults += conflicts(self)
         self.is_distributed_loading_by_transformers = True
@@ -183,7 +183,7 @@ class ComposerDistMixin(ChunkedLossMixin):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward; the last of a step's microbatches reduces the gradients."""
         last = self.accelerator.sync_gradients
-        with accumulate(model, last), context_parallel(model, inputs) as part:
+        with accumulate(model, last, self.accumulate), context_parallel(model, inputs) as part:
             self._whole_batches = part is inputs
             try:
                 return super().training_step(model, part, num_items_in_batch)
@@ -298,8 +298,8 @@ class ComposerDistMixin(ChunkedLossMixin):
         self.parallelize()
         folder = str(output_dir or self.args.output_dir)
         if not isinstance(base_model(self.model), PreTrainedModel):
-            return super()._save(folder, full_model_state(self.model))
-        export_pretrained(self.model, folder)
+            return super()._save(folder, states.full_model_state(self.model))
+        states.export_pretrained(self.model, folder)
         if self.args.should_save:
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if tokenizer is not None:
@@ -317,7 +317,7 @@ class ComposerDistMixin(ChunkedLossMixin):
         frozen = self._frozen()
         state = {"model": self.model, "optimizer": self._optimizer(), "scheduler": self.lr_scheduler}
         filters = {"model": lambda name, value: name not in frozen}
-        save_checkpoint(Path(output_dir, FOLDER), state, filter=filters)
+        states.save_checkpoint(Path(output_dir, FOLDER), state, filter=filters)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -327,9 +327,9 @@ class ComposerDistMixin(ChunkedLossMixin):
         self.parallelize()
         saved, frozen = Path(resume_from_checkpoint, FOLDER), self._frozen()
         if not saved.is_dir():
-            load_pretrained(self.model, resume_from_checkpoint)
+            states.load_pretrained(self.model, resume_from_checkpoint)
             return
-        load_checkpoint(
+        states.load_checkpoint(
             saved, {"model": self.model}, ignore=lambda name: name.removeprefix("model.") in frozen
         )
 
@@ -343,7 +343,7 @@ class ComposerDistMixin(ChunkedLossMixin):
         saved, file = Path(checkpoint, FOLDER), Path(checkpoint, "optimizer.pt")
         if saved.is_dir():  # `_load_from_checkpoint` has verified it
             state = {"optimizer": self._optimizer(), "scheduler": self.lr_scheduler}
-            load_checkpoint(saved, state, model=self.model, verify=False)
+            states.load_checkpoint(saved, state, model=self.model, verify=False)
         elif file.exists():  # of a Trainer without the mixin
-            load_checkpoint(file, self._optimizer(), model=self.model)
+            states.load_checkpoint(file, self._optimizer(), model=self.model)
             self.lr_scheduler.load_state_dict(torch.load(file.with_name("scheduler.pt"), weights_only=True))

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import transformers
 import yaml
 
 from composer_dist.distributed import ParallelPlan
+from composer_dist.distributed.training.gradients import Accumulate
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 
 OVERRIDDEN = (
@@ -52,6 +53,10 @@ class ParallelArguments:
         default=True,
         metadata={"help": "Compute the model's loss without all logits, where nobody reads them."},
     )
+    accumulate: str = field(
+        default="sharded",
+        metadata={"help": "unsharded reduces gradients once a step, and holds whole ones until then."},
+    )
 
 
 def read_parallelism(wanted: Any) -> Any:
@@ -76,6 +81,8 @@ def conflicts(trainer: Any) -> Iterator[str]:
     args, precision = trainer.args, trainer.precision
     if trainer.parallelism is None:
         yield "no parallelism is given; pass parallelism=FSDP2Config(), or set it in args."
+    if trainer.accumulate not in get_args(Accumulate):
+        yield f"accumulate must be 'sharded' or 'unsharded', not {trainer.accumulate!r}."
     if trainer.is_deepspeed_enabled:
         yield "DeepSpeed shards the model too; leave out args.deepspeed, or the mixin."
     if trainer.is_fsdp_enabled or args.fsdp:

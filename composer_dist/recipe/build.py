@@ -80,8 +80,9 @@ def build(configuration: Configuration) -> Session:
         eval_loader = None if held_out is None else loader(held_out, configuration, tokenizer, training=False)
     with process_group.together("building the model"):
         seed_all(run.seed)
-        model = build_model(run, tokenizer, folder)
-        if configuration.parallelism is None:
+        built = build_model(run, tokenizer, folder, configuration.parallelism)
+        model, summary = built.model, RunSummary()
+        if built.parallelism is None:
             meta_init(model)  # as the preparation would
         check_monitored(configuration, model, eval_loader is not None)
         optimizer = optimizer_of(run, model, configuration)
@@ -91,7 +92,6 @@ def build(configuration: Configuration) -> Session:
         callbacks, loggers = callbacks_of(configuration), loggers_of(configuration)
     stepped = any(isinstance(one, LRScheduler) for one in schedulers)
     options: dict[str, Any] = {"step_schedulers_every_batch": True if stepped else None} | run.trainer
-    summary = RunSummary()
     with earlier_run(run):
         trainer = Trainer(
             model=model,
@@ -99,7 +99,8 @@ def build(configuration: Configuration) -> Session:
             optimizers=optimizer,
             schedulers=schedulers,
             eval_dataloader=eval_loader,
-            parallelism_config=configuration.parallelism,
+            parallelism_config=built.parallelism,
+            weights=built.weights,
             seed=run.seed,
             resume=resume_of(run),
             callbacks=[*callbacks, summary],

@@ -81,7 +81,7 @@ def describe(configuration: Configuration, world: int) -> str:
     train, held_out = datasets(run, tokenizer, configuration.folder)
     train_loader = loader(train, configuration, tokenizer, training=True)
     epoch = epoch_of(run, train_loader)
-    model = build_model(run, tokenizer, configuration.folder, empty=True)
+    model = build_model(run, tokenizer, configuration.folder, empty=True).model
     phases = configuration.phases(model)
     check_monitored(configuration, model, held_out is not None)
     optimizer = optimizer_of(run, model, configuration)
@@ -272,7 +272,7 @@ def _of_run(file: Path, world: int, overrides: Sequence[str]) -> Planned:
     run = configuration.run
     with blamed_on(configuration.document):
         tokenizer = tokenizer_of(run)
-        model = build_model(run, tokenizer, configuration.folder, empty=True)
+        model = build_model(run, tokenizer, configuration.folder, empty=True).model
         wishes: dict[str, Any] = {
             "config": configuration.parallelism or "fsdp",
             "optimizer": optimizer_of(run, model, configuration),

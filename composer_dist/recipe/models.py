@@ -1,5 +1,7 @@
 """Builds the model of a run for preparation: on the meta device, or with values on rank 0 only."""
 
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import torch
 from torch import nn
 
 from composer_dist.checkpoint.export.merged import check_mergeable  # not public, like the hosts: for recipes
+from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import init_context, meta_init, process_group
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerClassifier, ComposerModel, HuggingFaceModel
@@ -24,7 +27,7 @@ from composer_dist.recipe.other_libraries.failures import (
 from composer_dist.recipe.other_libraries.nf4 import quantize
 from composer_dist.recipe.schema import HubModel, ModuleModel, PreferenceData, Run
 from composer_dist.recipe.sources.rows import classes_of
-from composer_dist.structure.families import quiet
+from composer_dist.structure.families import errors_only, quiet
 from composer_dist.wording import near_miss
 
 
@@ -49,45 +52,106 @@ _AUTO = {
 }
 
 
-def build_model(run: Run, tokenizer: Any, folder: Path, *, empty: bool = False) -> ComposerModel:
+_INDEPENDENT = frozenset(
+    {"r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "bias", "use_rslora"}
+    | {"layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "init_lora_weights"}
+    | {"modules_to_save", "fan_in_fan_out", "lora_bias"}
+)
+"""Options of LoRA with which its first values do not depend on the model's weights."""
+
+
+@dataclass
+class Built:
+    """A model, and how it gets its values."""
+
+    model: ComposerModel
+    parallelism: ParallelismConfig | None = None
+    """The run's; not strict where the files lack weights of the model, or have others."""
+    weights: Path | None = None
+    """A directory of which each rank reads its part; None if rank 0 has the values, or initializers."""
+
+
+def build_model(
+    run: Run,
+    tokenizer: Any,
+    folder: Path,
+    parallelism: ParallelismConfig | None = None,
+    *,
+    empty: bool = False,
+) -> Built:
     """The model of the configuration.
 
     A new model is on the meta device on every rank: preparation initializes it, identically on any number of
-    ranks. A pretrained model, or one with an adapter, has values on rank 0 and is on meta elsewhere.
+    ranks. So is a pretrained one whose safetensors the ranks can read in parts. Other pretrained models, and
+    those with an adapter of their own, have values on rank 0 and are on meta elsewhere.
 
     Args:
         run: the configuration.
         tokenizer: travels with a Hugging Face model, and sizes a new one's vocabulary.
         folder: the configuration's, for files that it names.
+        parallelism: what the model will be prepared with; None if it will not be.
         empty: keep everything on meta, which is enough for a plan.
 
     Raises:
         ParallelismError: it cannot be built.
     """
     if isinstance(run.model, ModuleModel):
-        return _module(run.model, folder)
+        return Built(_module(run.model, folder), parallelism)
     model = run.model
     valued = model.pretrained is not None or model.adapter is not None  # DoRA and NF4 start from weights
-    real = valued and not empty and process_group.world_and_rank()[1] == 0
     with quiet():
-        built = _hub_model(run, model, tokenizer, real)
-        if model.adapter is None:
-            return HuggingFaceModel(built, tokenizer, **_options(model, built.config, folder))
-        if real and model.config is not None:
-            _write_base(built, tokenizer, run.out / "base")
-        if model.quantize is not None:
-            quantize(built)
-        with blaming(f"model.adapter (the model's linear layers are {targets(built)})"):
-            kind: Any = HuggingFaceModel
-            options = _options(model, built.config, folder) | {"peft_config": _peft_config(model)}
-            if isinstance(run.data, PreferenceData):
-                from composer_dist.models import DPOModel  # which imports torchmetrics: a second or more
+        config = hub_config(model, tokenizer)
+        weights = None if empty else _parts(model, config, parallelism)
+        real = valued and not empty and weights is None and process_group.world_and_rank()[1] == 0
+        built, complete = _hub_model(run, model, config, real, weights is not None)
+        if parallelism is not None and not complete:
+            parallelism = replace(parallelism, strict=False)
+        return Built(_composer_model(run, model, built, tokenizer, folder, real), parallelism, weights)
 
-                kind, options["beta"], options["preference_loss"] = DPOModel, model.dpo.beta, model.dpo.loss
-            made: HuggingFaceModel = kind(built, tokenizer, **options)
-        if run.export == "merged":
-            check_mergeable(dict(adapter_hosts(made.model)))
-        return made
+
+def _parts(model: HubModel, config: Any, parallelism: ParallelismConfig | None) -> Path | None:
+    """The directory of a pretrained model's safetensors, if every rank can read its part of each there."""
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+    from transformers.utils.hub import cached_file
+
+    if model.pretrained is None or parallelism is None or parallelism.sync != "auto":
+        return None
+    quantized = model.quantize is not None or getattr(config, "quantization_config", None) is not None
+    independent = model.adapter is None or (
+        model.adapter.method == "lora"
+        and _INDEPENDENT.issuperset(given := model.adapter.model_extra or {})
+        and given.get("init_lora_weights", True) in (True, False, "gaussian")
+    )
+    if quantized or not independent:
+        return None
+    with from_hub("model.pretrained", model.pretrained):
+        for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+            found = cached_file(model.pretrained, name, _raise_exceptions_for_missing_entries=False)
+            if found is not None:
+                return Path(found).parent
+    return None
+
+
+def _composer_model(
+    run: Run, model: HubModel, built: Any, tokenizer: Any, folder: Path, real: bool
+) -> ComposerModel:
+    if model.adapter is None:
+        return HuggingFaceModel(built, tokenizer, **_options(model, built.config, folder))
+    if real and model.config is not None:
+        _write_base(built, tokenizer, run.out / "base")
+    if model.quantize is not None:
+        quantize(built)
+    with blaming(f"model.adapter (the model's linear layers are {targets(built)})"):
+        kind: Any = HuggingFaceModel
+        options = _options(model, built.config, folder) | {"peft_config": _peft_config(model)}
+        if isinstance(run.data, PreferenceData):
+            from composer_dist.models import DPOModel  # which imports torchmetrics: a second or more
+
+            kind, options["beta"], options["preference_loss"] = DPOModel, model.dpo.beta, model.dpo.loss
+        made: HuggingFaceModel = kind(built, tokenizer, **options)
+    if run.export == "merged":
+        check_mergeable(dict(adapter_hosts(made.model)))
+    return made
 
 
 def hub_config(model: HubModel, tokenizer: Any) -> Any:
@@ -117,11 +181,16 @@ def hub_config(model: HubModel, tokenizer: Any) -> Any:
         raise ParallelismValueError(f"{kind.__name__} rejects the configuration: {text}") from error
 
 
-def _hub_model(run: Run, model: HubModel, tokenizer: Any, real: bool) -> Any:
+def _hub_model(run: Run, model: HubModel, config: Any, real: bool, described: bool) -> tuple[Any, bool]:
+    """The model of transformers, and whether the files that describe it have its weights and no others.
+
+    Args:
+        real: with values.
+        described: on meta, with the dtypes, ties and generation settings that transformers would read.
+    """
     import transformers
 
     auto = getattr(transformers, _AUTO[model.kind])
-    config = hub_config(model, tokenizer)
     check_kind(model, config)
     if model.kind == "sequence_classification" and (labels := classes_of(run.data, model)):
         config.id2label = dict(enumerate(labels))
@@ -129,13 +198,24 @@ def _hub_model(run: Run, model: HubModel, tokenizer: Any, real: bool) -> Any:
     elif model.num_labels is not None:
         config.num_labels = model.num_labels
     dtype = getattr(torch, model.dtype) if model.dtype else None
-    if real and model.pretrained is not None:
-        with from_hub("model.pretrained", model.pretrained):
-            read = auto.from_pretrained(
-                model.pretrained, config=config, dtype=dtype or "auto", trust_remote_code=False
+    if model.pretrained is not None and (real or described):
+        reports = errors_only("transformers") if described else nullcontext()  # preparation has its own
+        with from_hub("model.pretrained", model.pretrained), reports:
+            read, found = auto.from_pretrained(
+                model.pretrained,
+                config=config,
+                dtype=dtype or "auto",
+                device_map="meta" if described else None,
+                output_loading_info=True,
+                trust_remote_code=False,
             )
         check_positions(read, getattr(run.data, "context", None))
-        return read
+        if len(found["missing_keys"]) == len(read.state_dict()):
+            raise ParallelismValueError(
+                f"model.pretrained={model.pretrained}: its files have none of the weights of a "
+                f"{type(read).__name__}."
+            )
+        return read, not (described and (found["missing_keys"] or found["unexpected_keys"]))
     if model.pretrained is not None and dtype is None:
         dtype = config.dtype  # of the files
     with init_context(dtype=dtype), blaming(f"model: {type(config).__name__} cannot be built"):
@@ -143,7 +223,7 @@ def _hub_model(run: Run, model: HubModel, tokenizer: Any, real: bool) -> Any:
     check_positions(built, getattr(run.data, "context", None))
     if real:
         meta_init(built)
-    return built
+    return built, True
 
 
 def _options(model: HubModel, config: Any, folder: Path) -> dict[str, Any]:

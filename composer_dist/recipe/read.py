@@ -22,7 +22,7 @@ from composer_dist.trainer import CheckpointSaver, FineTuningPhases, NoImproveme
 
 OURS = frozenset(
     {"self", "model", "train_dataloader", "eval_dataloader", "optimizers", "schedulers"}
-    | {"parallelism_config", "callbacks", "loggers", "seed", "resume"}
+    | {"parallelism_config", "weights", "callbacks", "loggers", "seed", "resume"}
     | {"load_path", "autoresume", "save_folder", "save_interval"}
 )
 """The Trainer's arguments that have sections of their own."""

@@ -68,14 +68,16 @@ def verified(configuration: Configuration) -> Verification:
             data = loader(train, configuration, tokenizer, training=True)
         with process_group.together("building the model"):
             seed_all(run.seed)
-            model = build_model(run, tokenizer, folder)
-            if configuration.parallelism is None:
+            built = build_model(run, tokenizer, folder, configuration.parallelism)
+            model = built.model
+            if built.parallelism is None:
                 meta_init(model)
             optimizer = optimizer_of(run, model, configuration)
         place = {"num_replicas": 1, "rank": 0}
-        if configuration.parallelism is not None:
+        if built.parallelism is not None:
+            precision = run.trainer.get("precision")
             done = parallelize_composer_model(
-                model, optimizer, configuration.parallelism, run.trainer.get("precision")
+                model, optimizer, built.parallelism, precision, weights=built.weights
             )
             place = sampler_kwargs(done.mesh)
         with process_group.together("the first batch"):

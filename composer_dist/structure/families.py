@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -39,13 +39,18 @@ _POSITIONS = re.compile(r"^wpe$|(?<!relative_)position")
 """In the names of tables of positions; relative ones have no end."""
 
 
-@contextmanager
-def quiet_imports() -> Iterator[None]:
+def quiet_imports() -> AbstractContextManager[None]:
     """Inside, libraries that are imported do not log that torchao has kernels for other machines.
 
     transformers and peft import torchao 0.18 if it is installed; under torch 2.13 that logs four such lines.
     """
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    return errors_only("torchao", "torch.utils._pytree")
+
+
+@contextmanager
+def errors_only(*names: str) -> Iterator[None]:
+    """Inside, these loggers log no warnings."""
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from composer_dist.config.base import require
 from composer_dist.distributed.prepared import named_parameters_canonical
-from composer_dist.distributed.training.gradients import Accumulate
+from composer_dist.distributed.training.gradients import Accumulate, check_accumulate
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.arguments import check_microbatch_size
 from composer_dist.trainer.clock import Time
@@ -41,7 +40,7 @@ class LoopOptions:
 
     def __post_init__(self) -> None:
         check_microbatch_size(self.microbatch_size)
-        require("accumulate", self.accumulate, ("sharded", "unsharded"))
+        check_accumulate(self.accumulate)
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from composer_dist.composer_model import check_has_values
 from composer_dist.distributed.account import Preparation
-from composer_dist.distributed.prepare import parallelize_composer_model
+from composer_dist.distributed.prepare import Weights, parallelize_composer_model
 from composer_dist.distributed.prepared import mesh_of
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.hangs.guard import HangGuard
@@ -20,13 +20,22 @@ from composer_dist.trainer.state import State
 
 
 def prepare_model(
-    state: State, guard: HangGuard, config: Any, device: str | torch.device | None, seed: int | None
+    state: State,
+    guard: HangGuard,
+    config: Any,
+    weights: Weights,
+    device: str | torch.device | None,
+    seed: int | None,
 ) -> tuple[Preparation | None, dict[str, int]]:
     """Prepare the state's model, or without a configuration move it to the device.
 
     Returns:
         What the preparation did, and this rank's part of the data.
     """
+    if weights is not None and config is None:
+        raise ParallelismValueError(
+            "weights= needs a parallelism_config, such as 'fsdp'. For a prepared model, use load_pretrained."
+        )
     if process_group.is_distributed() or config is not None:
         process_group.init(device=device, reuse=True)
     elif not dist.is_initialized():
@@ -37,7 +46,7 @@ def prepare_model(
     if config is not None:
         optimizers, precision = state.optimizers or None, state.precision
         with guard.at("setup"):
-            preparation = parallelize_composer_model(model, optimizers, config, precision)
+            preparation = parallelize_composer_model(model, optimizers, config, precision, weights=weights)
     mesh = mesh_of(model)
     part = data_part(mesh)
     if seed is not None:

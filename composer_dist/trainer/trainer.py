@@ -72,8 +72,8 @@ class Trainer:
         step_schedulers_every_batch: whether torch's step after each batch, or after each epoch (False, None).
         parallelism_config: whatever `parallelize_composer_model` takes as its config; None trains the model
             as it is: in one process, or already prepared.
-        precision: "fp32", "amp_bf16", "amp_fp16" (with a loss scaler) or "amp_fp8"; None computes in the
-            parameters' own dtype.
+        weights: files that fill the prepared model, as for `parallelize_composer_model`.
+        precision: "fp32", "amp_bf16", "amp_fp16" (with a loss scaler), "amp_fp8"; None: the parameters' own.
         loss_scaling: how the loss is scaled under "amp_fp16".
         compile: True or torch.compile's options, for a model without a `parallelism_config`, which has its
             own option of that name.
@@ -120,6 +120,7 @@ class Trainer:
         schedulers: Schedules | Sequence[Schedules] | None = None,
         step_schedulers_every_batch: bool | None = None,
         parallelism_config: Any = None,
+        weights: str | os.PathLike[str] | None = None,
         precision: str | Precision | None = None,
         loss_scaling: LossScaling | None = None,
         compile: bool | Mapping[str, Any] = False,
@@ -182,7 +183,7 @@ class Trainer:
         self._event, limits = Event.INIT, hang_limits(hang_timeout)
         self._guard = HangGuard(limits, doing=lambda: self._event.doing(self.state.timestamp.batch))
         self._restore_algorithms = use_deterministic_algorithms() if deterministic else None
-        wished = parallelism_config, device, seed
+        wished = parallelism_config, weights, device, seed
         self.preparation, self._data_part = prepare_model(self.state, self._guard, *wished)
         if compile:
             model.compile(**({} if compile is True else compile))

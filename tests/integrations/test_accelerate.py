@@ -24,6 +24,7 @@ from composer_dist.errors import CheckpointValueError, ParallelismRuntimeError, 
 from composer_dist.integrations.accelerate import ComposerAccelerator  # noqa: E402
 from tests.kit.compare import close, equal, fails, same  # noqa: E402
 from tests.kit.huggingface import llama, lora_llama  # noqa: E402
+from tests.kit.measure import Collectives, by_messages  # noqa: E402
 from tests.kit.meshes import MESHES  # noqa: E402
 from tests.kit.training import Body  # noqa: E402
 from tests.kit.world import World  # noqa: E402
@@ -61,10 +62,16 @@ def loss_of(model: Any, batch: Tensor) -> Tensor:
 
 
 def trained(
-    kind: str, mesh: str | None, clipping: str = "", every: int = 1, path: str = "", resume: bool = False
+    kind: str,
+    mesh: str | None,
+    clipping: str = "",
+    every: int = 1,
+    path: str = "",
+    resume: bool = False,
+    **options: Any,
 ) -> Any:
     """A loop as its users write it; one that resumes begins at batch 3, where the other one saves."""
-    one = made(mesh, gradient_accumulation_steps=every, dataloader_config=SPLIT)
+    one = made(mesh, **options, gradient_accumulation_steps=every, dataloader_config=SPLIT)
     torch.manual_seed(0)
     model = MODELS[kind]()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, eps=1e-3)
@@ -93,6 +100,21 @@ def trained(
             one.save_state(path)
             seen.clear()
     return seen, full_model_state(model, ranks="all"), full_optimizer_state(model, optimizer.optimizer)
+
+
+def reduced(how: str) -> tuple[int, Any]:
+    """How often gradients are reduced, and the run."""
+    with by_messages(), Collectives() as counted:
+        found = trained("llama", "fsdp2", every=2, accumulate=how)
+    return counted.counts["_reduce_scatter_base_"], found
+
+
+def test_gradients_may_be_reduced_once_a_step(world2: World) -> None:
+    with pytest.raises(ParallelismValueError, match="accumulate must be one of 'sharded', 'unsharded'"):
+        ComposerAccelerator(accumulate="both")
+    [(each, expected), _], [(once, found), _] = world2(reduced, "sharded"), world2(reduced, "unsharded")
+    assert each == 2 * once > 0
+    same_run(found, expected)
 
 
 def same_run(found: Any, expected: Any) -> None:

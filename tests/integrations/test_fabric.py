@@ -20,6 +20,7 @@ from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError 
 from composer_dist.integrations.lightning import ComposerDistFabricStrategy  # noqa: E402
 from tests.integrations.test_lightning import MODELS, WAIT, Result, same_run  # noqa: E402
 from tests.kit.compare import fails, same  # noqa: E402
+from tests.kit.measure import Collectives, by_messages  # noqa: E402
 from tests.kit.meshes import MESHES  # noqa: E402
 from tests.kit.world import World  # noqa: E402
 
@@ -48,10 +49,12 @@ def trained(
     path: str = "",
     resume: bool = False,
     full: bool = False,
+    **options: Any,
 ) -> Result:
     """A loop as its users write it; one that resumes begins at batch 3, where the other one saves."""
     config = MESHES[mesh][1] if mesh else None
-    one = fabric(ComposerDistFabricStrategy(config, save_distributed_checkpoint=not full) if mesh else None)
+    options["save_distributed_checkpoint"] = not full
+    one = fabric(ComposerDistFabricStrategy(config, **options) if mesh else None)
     torch.manual_seed(0)
     model = MODELS[kind]()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, eps=1e-3)
@@ -97,6 +100,20 @@ def test_two_ranks_train_as_one_process(world2: World, mesh: str, kind: str, opt
     expected = trained(kind, None, **options)
     for found in world2(trained, kind, mesh, **options, **WAIT):
         same_run(found, expected)
+
+
+def reduced(how: str) -> tuple[int, Any]:
+    """How often gradients are reduced, and the run."""
+    with by_messages(), Collectives() as counted:
+        found = trained("llama", "fsdp2", every=2, accumulate=how)
+    return counted.counts["_reduce_scatter_base_"], found
+
+
+def test_gradients_may_be_reduced_once_a_step(world2: World) -> None:
+    [(each, expected), _] = world2(reduced, "sharded", **WAIT)
+    [(once, found), _] = world2(reduced, "unsharded", **WAIT)
+    assert each == 2 * once > 0
+    same_run(found, expected)
 
 
 @pytest.mark.slow

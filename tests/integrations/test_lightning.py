@@ -24,6 +24,7 @@ from composer_dist.integrations.lightning import ComposerDistStrategy  # noqa: E
 from tests.kit.compare import close, equal, fails, same  # noqa: E402
 from tests.kit.grids import slow  # noqa: E402
 from tests.kit.huggingface import llama, lora_llama  # noqa: E402
+from tests.kit.measure import Collectives, by_messages  # noqa: E402
 from tests.kit.meshes import MESHES  # noqa: E402
 from tests.kit.training import Body  # noqa: E402
 from tests.kit.world import World  # noqa: E402
@@ -113,7 +114,8 @@ def trainer(strategy: Any = None, callbacks: Any = (), **options: Any) -> Any:
 def fitted(kind: str, mesh: str | None, **options: Any) -> Result:
     losses, module = Losses(), lit(kind)
     replicas = REPLICAS[mesh]
-    strategy = ComposerDistStrategy(MESHES[mesh][1]) if mesh else None
+    how = {"accumulate": options.pop("accumulate", "sharded")}
+    strategy = ComposerDistStrategy(MESHES[mesh][1], **how) if mesh else None
     one = trainer(strategy, [losses], **options)
     one.fit(module, data(replicas), data(replicas, shuffle=False))
     one.validate(module, data(replicas, shuffle=False), verbose=False)
@@ -169,6 +171,20 @@ def test_two_ranks_train_as_one_process(world2: World, mesh: str, kind: str, opt
     expected = fitted(kind, None, **options)
     for found in world2(fitted, kind, mesh, **options, **WAIT):
         same_run(found, expected)
+
+
+def reduced(how: str) -> tuple[int, Any]:
+    """How often gradients are reduced, and the run."""
+    with by_messages(), Collectives() as counted:
+        found = fitted("llama", "fsdp2", **CLIPPING, accumulate=how)
+    return counted.counts["_reduce_scatter_base_"], found
+
+
+def test_gradients_may_be_reduced_once_a_step(world2: World) -> None:
+    [(each, expected), _] = world2(reduced, "sharded", **WAIT)
+    [(once, found), _] = world2(reduced, "unsharded", **WAIT)
+    assert each == 2 * once > 0
+    same_run(found, expected)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from tests.kit.compare import same, weights
 from tests.kit.grids import slow
 from tests.kit.hf_trainer import Ran, made, result, rows, run, same_training
 from tests.kit.huggingface import built, dropping_gpt2, llama, lora_llama, tokenizer
-from tests.kit.measure import losses_counted
+from tests.kit.measure import Collectives, by_messages, losses_counted
 from tests.kit.world import World
 from tests.kit.world import run as on_world
 
@@ -54,6 +54,20 @@ def test_trains_as_in_one_process(world2: World, tmp_path: Path, alone: Any, mod
     """Losses, norms, clipping, decay and accumulation, where rows have different numbers of labels."""
     for found in world2(run, str(tmp_path), MODES[mode], **ACCUMULATE, **RANKS):
         same_training(found, alone(**ACCUMULATE))
+
+
+def reductions(folder: str, how: str) -> tuple[int, Ran]:
+    """How often gradients are reduced, and the run."""
+    with by_messages(), Collectives() as counted:
+        found = run(folder, "fsdp", trainer={"accumulate": how}, **ACCUMULATE)
+    return counted.counts["_reduce_scatter_base_"], found
+
+
+def test_gradients_may_be_reduced_once_a_step(world2: World, tmp_path: Path, alone: Any) -> None:
+    [(each, _), _] = world2(reductions, str(tmp_path), "sharded", **RANKS)
+    [(once, found), _] = world2(reductions, str(tmp_path), "unsharded", **RANKS)
+    assert each == 2 * once > 0
+    same_training(found, alone(**ACCUMULATE))
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def test_what_two_would_do_is_refused_by_name_on_every_rank(world2: World, tmp_p
         ({"parallelism": None}, "parallelism=FSDP2Config()"),
         ({"n_gpu": 2}, "torchrun"),
         ({"fp16": True}, "use bf16"),
+        ({"accumulate": "both"}, "'sharded' or 'unsharded', not 'both'"),
         ({"parallelism_config": "theirs"}, "describe the mesh in parallelism="),
     ],
 )
@@ -75,7 +76,7 @@ def test_every_conflict_has_a_remedy(asked: dict[str, Any], remedy: str) -> None
         "is_deepspeed_enabled is_fsdp_enabled is_distributed_loading_by_transformers auto_find_batch_size "
     )
     flags += "fsdp fp16 bf16 fp16_full_eval bf16_full_eval torch_compile precision parallelism_config"
-    nothing = dict.fromkeys(flags.split()) | {"n_gpu": 1, "parallelism": "fsdp"}
+    nothing = dict.fromkeys(flags.split()) | {"n_gpu": 1, "parallelism": "fsdp", "accumulate": "sharded"}
 
     def found(**given: Any) -> list[str]:
         one = SimpleNamespace(**(nothing | given))

@@ -59,7 +59,7 @@ def test_a_table_with_names_of_classes(world1: World, world2: World, tmp_path: P
     file = configuration(tmp_path, model, data)
     run = read_configuration(file).run
     tokenizer = byte_tokenizer()
-    made: Any = build_model(run, tokenizer, tmp_path)
+    made: Any = build_model(run, tokenizer, tmp_path).model
     assert made.config.id2label == {0: "bad", 1: "good"}
     (alone,) = world1(logs_of, file)
     one, _ = world2(logs_of, file)

@@ -1,17 +1,20 @@
 """The Trainer on several ranks gives what it gives on one with the whole batch."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.parallelism import ParallelismConfig
+from composer_dist.distributed import init_context
 from composer_dist.distributed.prepare import parallelize_composer_model
 from composer_dist.errors import ParallelismValueError
 from tests.kit.training import (
@@ -19,6 +22,7 @@ from tests.kit.training import (
     IGNORED,
     PER_BATCH,
     Result,
+    Tagger,
     batches,
     fitted_on_parts,
     momentum,
@@ -102,6 +106,21 @@ def prepared_before(config: Any) -> Result:
 
 def test_several_ranks_need_a_config_or_a_prepared_model_which_is_trained_as_it_is(world2: World) -> None:
     for found in [*world2(prepared_before, "fsdp"), *world2(prepared_before, DDP)]:
+        same_training(found, train([PER_BATCH]))
+
+
+def from_files(config: Any, path: str) -> Result:
+    with init_context():
+        model = Tagger()
+    with pytest.raises(ParallelismValueError, match="weights= needs a parallelism_config"):
+        quiet(tagger(), weights=path)
+    return train([3, 3], config, model=model, weights=path)
+
+
+@pytest.mark.promise(142)
+def test_the_weights_may_come_from_files(world2: World, tmp_path: Path) -> None:
+    save_file(tagger().state_dict(), tmp_path / "model.safetensors")
+    for found in world2(from_files, "fsdp", str(tmp_path)):
         same_training(found, train([PER_BATCH]))
 
 

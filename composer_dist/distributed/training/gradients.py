@@ -6,17 +6,23 @@ that stay whole on purpose (a scalar, `Rule(shard=False)`). `no_sync` and `accum
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_dist import _torch
+from composer_dist.config.base import require
 from composer_dist.distributed import prepared
-from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.wording import listed
 
 Accumulate = Literal["sharded", "unsharded"]
+
+
+def check_accumulate(how: object) -> None:
+    """Raise a ParallelismValueError unless `how` is a way to accumulate."""
+    require("accumulate", how, get_args(Accumulate))
 
 
 @contextmanager
@@ -36,8 +42,7 @@ def accumulate(model: nn.Module, last: bool, how: Accumulate = "sharded") -> Ite
     Raises:
         ParallelismValueError: another word.
     """
-    if how not in ("sharded", "unsharded"):
-        raise ParallelismValueError(f"accumulate is 'sharded' or 'unsharded', not {how!r}.")
+    check_accumulate(how)
     with synchronizing(model, lambda what: last or (how == "sharded" and what == "reduce_grads")):
         yield
 

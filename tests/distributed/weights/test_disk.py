@@ -119,6 +119,7 @@ def linears() -> nn.Module:
     return nn.Sequential(*(nn.Linear(256, 300) for _ in range(4)))
 
 
+@pytest.mark.promise(142)
 @on_ranks(4)
 def test_bytes_read_are_the_shards_and_the_headers(tmp_path: Path) -> None:
     path, model = shared_file(tmp_path, linears), built(linears, device="meta")
