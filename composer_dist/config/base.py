@@ -53,9 +53,10 @@ class FromDict:
         try:
             return pydantic.TypeAdapter(cls).validate_python(dict(values))
         except pydantic.ValidationError as error:
+            hint = lambda path: cls.foreign_keys.get(str(path[-1]), "")  # noqa: E731
             lines = [
                 f"{'.'.join([cls.__name__, *map(str, path)])}: {text}"
-                for path, text in explain(cls, values, error, lambda name: cls.foreign_keys.get(name, ""))
+                for path, text in explain(cls, values, error, hint)
             ]
             raise ParallelismValueError("\n".join(lines)) from None
 

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer_dist.wording import near_miss
@@ -21,7 +22,10 @@ _MAPPINGS = {"dict_type", "model_type", "model_attributes_type", "dataclass_type
 
 
 def explain(
-    schema: Any, values: Any, error: pydantic.ValidationError, hint: Callable[[str], str] = lambda name: ""
+    schema: Any,
+    values: Any,
+    error: pydantic.ValidationError,
+    hint: Callable[[KeyPath], str] = lambda path: "",
 ) -> Iterator[tuple[KeyPath, str]]:
     """Each rejected value's key path and one reason, even if several alternatives of its type rejected it.
 
@@ -29,7 +33,7 @@ def explain(
         schema: what rejected the values.
         values: what the user wrote.
         error: pydantic's.
-        hint: a sentence about an unknown key, in place of the closest valid one; empty if there is none.
+        hint: a sentence about the unknown key at a path, in place of the closest valid one; or "".
     """
     found: dict[KeyPath, list[dict[str, Any]]] = {}
     for one in error.errors(include_url=False):
@@ -42,23 +46,23 @@ def explain(
         plain = [one for one in errors if one["type"] not in ("is_instance_of", "path_type")]
         known = _keys(schema, where[:-1], values)
         name = str(where[-1]) if where else ""
-        yield where, _text(plain or errors, name, known, hint)
+        yield where, _text(plain or errors, name, known, partial(hint, where))
 
 
-def unknown_key(name: str, known: Sequence[str], hint: Callable[[str], str] = lambda name: "") -> str:
-    """What is said about a key that a mapping with the keys `known` does not have; `hint` as in `explain`."""
+def unknown_key(name: str, known: Sequence[str], hint: str = "") -> str:
+    """What is said about a key that a mapping with the keys `known` does not have; `hint` comes first."""
     valid = f" Valid keys: {', '.join(known)}" if known else ""
-    return f"unknown key {name!r}.{hint(name) or near_miss(name, known) or valid}"
+    return f"unknown key {name!r}.{hint or near_miss(name, known) or valid}"
 
 
-def _text(errors: Sequence[dict[str, Any]], name: str, known: list[str], hint: Callable[[str], str]) -> str:
+def _text(errors: Sequence[dict[str, Any]], name: str, known: list[str], hint: Callable[[], str]) -> str:
     said: list[str] = []
     expected: list[str] = []
     for error in errors:
         context = error.get("ctx", {})
         match error["type"]:
             case kind if kind in _UNKNOWN:
-                said.append(unknown_key(name, known, hint))
+                said.append(unknown_key(name, known, hint()))
             case kind if kind in _MISSING:
                 said.append("missing, the list is too short" if name.isdigit() else f"{name!r} is missing")
             case "union_tag_not_found":

@@ -147,6 +147,10 @@ def _prepare(
 
     def ask() -> Request:
         check_usable(model)
+        if parallelize_fn is not None and not callable(parallelize_fn):
+            raise ParallelismTypeError(
+                f"parallelize_fn must be a function of a model and a mesh, not {parallelize_fn!r}."
+            )
         if isinstance(config, ParallelPlan):
             resolved = ParallelismConfig(mesh=config.wanted_mesh(process_group.world_and_rank()[0]))
         else:

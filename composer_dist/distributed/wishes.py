@@ -21,7 +21,7 @@ from composer_dist.config.parallelism import register_strategy as register_strat
 from composer_dist.config.parallelism import resolve_config as resolve_config
 from composer_dist.config.rule import Rule
 from composer_dist.distributed.ranks import process_group
-from composer_dist.errors import Faults, ParallelismValueError
+from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import Precision
 from composer_dist.structure.blocks import has_forward
 from composer_dist.structure.select import children_of, container_text, neighbor, parts_of, select, spell
@@ -49,6 +49,15 @@ class Request:
     optimizers: tuple[Optimizer, ...] = ()
     weights: str | os.PathLike[str] | None = None
     init_fn: Callable[[nn.Module], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name, function in (
+            ("fsdp_wrap_policy", self.wrap_policy),
+            ("activation_checkpointing_check_fn", self.check_fn),
+            ("param_init_fn", self.init_fn),
+        ):
+            if not (function is None or callable(function) or isinstance(function, CustomPolicy)):
+                raise ParallelismTypeError(f"{name} must be a function of a module, not {function!r}.")
 
     @property
     def device_type(self) -> str:

@@ -93,7 +93,10 @@ def _find(path: Path) -> Path:
         return path / (known or others)[0]
     there = others or sorted(file.name for file in path.iterdir())[:10]
     pickled = [name for name in there if name.endswith((".bin", ".pt", ".pth"))]
+    adapters = sorted(path.glob("*/adapter_config.json"))
     remedy = f" Pass the file itself: {path / pickled[0]}." if pickled else ""
+    if adapters and not pickled:
+        remedy = f" Pass the directory of one adapter: {adapters[0].parent}."
     raise CheckpointValueError(
         f"{path} has neither {', '.join(_KNOWN)} nor a single other *.safetensors file; it has: "
         f"{', '.join(there) or 'nothing'}.{remedy}"

@@ -78,13 +78,14 @@ class Problems:
         self._found.extend(wrong)
         return None if wrong else made
 
-    def _hint(self, schema: Any, path: KeyPath, name: str) -> str:
+    def _hint(self, schema: Any, path: KeyPath, where: KeyPath) -> str:
         """What another library's key is called here; a function of the user has arguments of its own."""
+        *above, name = map(str, (*path, *where))
         if name in (foreign := getattr(schema, "foreign_keys", {})):
             return str(foreign[name])
-        if "arguments" in path or path[:1] == ("callbacks",):
+        if "arguments" in above or above[:1] == ["callbacks"]:
             return ""
-        return hint(name, str(path[0]) if path else "")
+        return hint(name, above[0] if above else "")
 
     def lines(self) -> list[str]:
         """What is said about each problem, in the order of the file, and about each value once."""

@@ -245,6 +245,17 @@ def test_ctrl_c_on_one_rank_ends_the_others_too(where: str, interrupted: int) ->
     assert re.fullmatch(rf"Rank {interrupted}: KeyboardInterrupt( \(at '[\w ]+'\))?", text)
 
 
+@pytest.mark.parametrize(
+    "name", ["fsdp_wrap_policy", "activation_checkpointing_check_fn", "param_init_fn", "parallelize_fn"]
+)
+@on_ranks(2)
+def test_what_is_no_function_is_refused_by_the_name_of_its_argument(name: str) -> None:
+    model = built()
+    with fails_alike(ParallelismTypeError, f"{name} must be a function of a mod"):
+        parallelize_model(model, config(), **{name: 3})
+    parallelize_model(model, config())
+
+
 @pytest.mark.promise(21)
 @on_ranks(2)
 def test_parallelize_fn_returns_a_module_or_nothing() -> None:

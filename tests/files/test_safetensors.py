@@ -196,6 +196,10 @@ def test_what_is_looked_for_where(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     refused(r"it has: pytorch_model\.bin\. Pass the file itself: .*/pytorch_model\.bin\.")
     refused("load_full_model_state", tmp_path / "pytorch_model.bin")
+    for name in ("b", "a"):
+        (tmp_path / "many" / name).mkdir(parents=True)
+        (tmp_path / "many" / name / "adapter_config.json").touch()
+    refused(r"it has: .* Pass the directory of one adapter: .*/many/a\.$", tmp_path / "many")
     refused("There is no file or directory .*none here", tmp_path / "none")
     save_file(STATE, tmp_path / "own.safetensors")
     assert read_index(tmp_path).files[0][0] == "own.safetensors"

@@ -67,6 +67,7 @@ pytestmark = pytest.mark.promise(109)
         ("scheduler.min_lr", "Here it is scheduler.alpha_f"),
         ("precision", "It belongs in trainer: write trainer.precision"),
         ("trainer.callbacks", "It belongs at the top of the file: callbacks"),
+        ("data.classes", "unknown key 'classes'. Valid keys: batch_size, "),
         ("trainer.gradient_cliping", "Did you mean 'gradient_clipping'?"),
     ],
 )

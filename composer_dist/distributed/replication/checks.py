@@ -10,6 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from composer_dist import _torch
+from composer_dist.distributed.ranks.reports import reason_of_loss
 from composer_dist.distributed.training.changes import Before, Watch
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.tensors.fingerprint import fingerprint
@@ -65,17 +66,24 @@ class Checks:
         before, self._before = self._before, None
         if before is None or output is None:
             return
-        self._refuse_changed(before.changed(self._parameters))
+        transforms = _torch.is_transforming()  # of torch.func: they hide tensors, and inputs get gradients
+        first = self._changeable is None and not transforms
+        self._refuse_changed(before.changed(self._parameters), first)
+        if transforms:
+            return
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 _torch.hook_output(tensor, self._refuse_grad, self._leaves)
 
-    def _refuse_changed(self, changed: Iterable[str]) -> None:
+    def _refuse_changed(self, changed: Iterable[str], first: bool = False) -> None:
         """Refuse changes, unless all ranks have made them alike in the first step."""
-        if self._changeable is None and torch.is_grad_enabled():  # in the first step, on every rank
+        if first and torch.is_grad_enabled():
             mine = [(name, fingerprint(self._parameters[name])) for name in changed]
             everywhere: list[Any] = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(everywhere, mine, group=self._group)
+            try:
+                dist.all_gather_object(everywhere, mine, group=self._group)
+            except RuntimeError as error:
+                raise reason_of_loss(error, "a DDP forward") or error from None
             alike = all(one == everywhere[0] for one in everywhere)
             self._changeable = {name for name, _ in mine} if alike else set()
             changed = sorted({name for one in everywhere for name, _ in one})

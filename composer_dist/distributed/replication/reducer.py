@@ -75,7 +75,10 @@ class Reducer(_torch.InPlaceDDP):
         """Whether gradients no longer reach the reducer, because parameters got another dtype or memory.
 
         Such as by `model.double()`, or a parametrization. All are looked at in the forwards 1, 2, 4, 8, ...
+        Inside of torch.func's transforms, parameters have no nodes; gradients are those of the inputs.
         """
+        if _torch.is_transforming():
+            return False
         self._forwards += 1
         looked = len(self._nodes) if is_power_of_two(self._forwards) else 1
         pairs = islice(zip(self.names.values(), self._nodes, strict=True), looked)
@@ -111,6 +114,7 @@ class Reducer(_torch.InPlaceDDP):
         """Whether DDP prepares for a backward from this output."""
         tensors = list(tensors_in(output))  # none if the output is of an unknown type
         wanted = not self._several and (not tensors or any(tensor.requires_grad for tensor in tensors))
+        wanted &= not _torch.is_transforming()
         if wanted:
             self._expected = set(self.names.values())
         return wanted

@@ -4,6 +4,7 @@ Samples and masks depend only on the text and the seed: they are the same on any
 any resume.
 """
 
+import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def load(dataset: str, **arguments: Any) -> Any:
 
 
 def library() -> Any:
-    """The module `datasets`.
+    """The module `datasets`, with progress bars on a terminal only.
 
     Raises:
         ParallelismValueError: it is not installed.
@@ -99,6 +100,8 @@ def library() -> Any:
         raise ParallelismValueError(
             "Reading data sets needs datasets: pip install 'composer_dist[data]'."
         ) from None
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     return datasets
 
 

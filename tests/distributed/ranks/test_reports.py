@@ -123,11 +123,14 @@ def loop_without_rank_1() -> list[str]:
         cut, ParallelismConfig(mesh=MeshConfig(tp=2), tp=TPConfig(plan={"0": "colwise_gather"}))
     )
     losses = [one(torch.ones(2, 4, requires_grad=True)).sum() for one in (replicas[0], cut)]
+    new = torch.nn.Linear(4, 4)
+    parallelize_model(new, "ddp")
     end_rank_1()
     calls: list[Callable[[], Any]] = [
         lambda: model(torch.ones(2, 4)),
         losses[0].backward,
         lambda: replicas[1](torch.ones(2, 4)),
+        lambda: new(torch.ones(2, 4)),
         lambda: clip_grad_norm(model, 1.0),
         lambda: average_gradients([torch.nn.Parameter(torch.ones(1))]),
         lambda: process_group.all_reduce(torch.ones(1)),
@@ -148,8 +151,8 @@ def loop_without_rank_1() -> list[str]:
 def test_in_a_plain_loop_a_rank_that_ends_is_named_with_the_function(world2: World) -> None:
     with pytest.raises(WorkerError) as caught:
         world2(loop_without_rank_1)
-    names = ["gather the root", "a DDP backward", "a DDP forward", "clip_grad_norm", "average_gradients"]
-    names += ["all_reduce", "gather_objects", "broadcast", "barrier"]
+    names = ["gather the root", "a DDP backward", "a DDP forward", "a DDP forward", "clip_grad_norm"]
+    names += ["average_gradients", "all_reduce", "gather_objects", "broadcast", "barrier"]
     names += ["a collective of tensor parallelism"]
     texts = [f"Rank 1 ended while rank 0 was at '{name}'; see the output there." for name in names]
     texts += ["Rank 1 died at 'a forward of tensor parallelism'; see the output there."]

@@ -17,6 +17,7 @@ from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit.compare import fails, full, same_parameters
+from tests.kit.meshes import mine
 from tests.kit.world import on_ranks
 
 pytestmark = pytest.mark.promise(104)
@@ -136,13 +137,14 @@ TRANSFORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("mode", ["fsdp", "ddp"])
 @on_ranks(2)
-def test_transforms_around_the_model() -> None:
+def test_transforms_around_the_model(mode: str) -> None:
     warnings.simplefilter("ignore")  # of torch.jit, which jvp uses
     model = _net()
     single = copy.deepcopy(model)
-    parallelize_model(model, ParallelismConfig())
-    if not _torch.units_take_transforms:
+    parallelize_model(model, mode)
+    if mode == "fsdp" and not _torch.units_take_transforms:
         with fails(ParallelismRuntimeError, "transforms around the root need torch 2.13"):
             vmap(model)(_x())
         return
@@ -155,3 +157,9 @@ def test_transforms_around_the_model() -> None:
             one.zero_grad()  # some of these gather all units for second-order gradients
             output.square().sum().backward()
         same_parameters(model, single, gradients=True)
+    model.zero_grad()
+    single.zero_grad()
+    transform = TRANSFORMS["vmap of grad"]
+    transform(model, mine(_x())).square().mean().backward()
+    transform(single, _x()).square().mean().backward()
+    same_parameters(model, single, gradients=True)

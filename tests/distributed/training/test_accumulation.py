@@ -74,5 +74,5 @@ def test_whole_gradients_are_counted_in_the_dtype_that_torch_keeps_them_in(polic
 
 
 def test_another_word_is_refused() -> None:
-    with pytest.raises(ParallelismValueError, match="'sharded' or 'unsharded', not 'never'"):
+    with pytest.raises(ParallelismValueError, match="one of 'sharded', 'unsharded', not 'never'"):
         accumulate(nn.Linear(1, 1), True, "never").__enter__()  # type: ignore[arg-type]
