@@ -1,6 +1,5 @@
 """Fixtures and markers that the whole suite shares."""
 
-import gc
 import importlib.util
 import logging
 import os
@@ -79,8 +78,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
     """Has the workers of `tests.kit.world` share what the collection has imported, where it is much."""
-    gc.collect()
-    gc.freeze()  # what was imported stays: collections need not look at it
     if "PYTEST_XDIST_WORKER" in os.environ and sys.platform == "linux":
         world.fork_server()
 

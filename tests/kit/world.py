@@ -15,6 +15,7 @@ part are replaced.
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import logging
 import multiprocessing
@@ -82,6 +83,7 @@ def _serve_forks(listener: int, alive: int) -> NoReturn:
         sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
         logging.getLogger().handlers.clear()
         warnings.simplefilter("ignore")
+        gc.freeze()
         forkserver.main(listener, alive, PRELOAD)
     finally:
         os._exit(0)
