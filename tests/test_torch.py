@@ -66,6 +66,7 @@ FEATURES = {
     "torch.utils._pytree.tree_map_only": "activation_checkpointing=(..., {'save': ...})",
     "torch._inductor.list_mode_options": "compile={'mode': ...}, checked when planned",
     "torch._inductor.list_options": "compile={'options': ...}, checked when planned",
+    "torch._dynamo.decorators.skip": "compiled steps of optimizers",
     "torch._dynamo.config": "activation checkpointing of tensor-parallel blocks that are compiled",
     "torch._functorch.config": "activation_checkpointing=('memory_budget', ...)",
     "torch._utils.ExceptionWrapper": "a StopIteration of a dataset in a worker is an error",

@@ -78,12 +78,16 @@ def drop_with_gradients(module: FSDPModule) -> None:
     And have code that reads it there raise an error, instead of None: by a property of all DTensors, over
     torch's own. Since torch 2.4.
     """
+    from torch._dynamo.decorators import skip  # here, where an optimizer has imported it already
+
     for group in fsdp_param_groups(module):
         for param in group.fsdp_params:
             setattr(param, _GROUP, group)
             key = id(param.sharded_param)
             _kept[key] = KeyedRef(param, _forget, key)
     replace_inputs(_gathered)
+    for function in (_get_grad, _set_grad, _record, _is_unreduced, current_backward):
+        skip(function)  # Dynamo, in a compiled `step`, would read `.grad` by the property itself
     setattr(DTensor, "grad", property(_get_grad, _set_grad, _grad.__delete__))  # noqa: B010
 
 

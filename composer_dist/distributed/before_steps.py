@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -41,7 +42,7 @@ _chosen: WeakKeyDictionary[Optimizer, tuple[object, list[tuple[ref[Any], Check[A
 
 @cache
 def _register() -> None:
-    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))  # a user may compile `step`
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -59,6 +59,24 @@ def test_a_step_with_parameters_from_before_or_without_gradients_is_refused() ->
     optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own, when it is imported
+@on_ranks(2)
+@pytest.mark.parametrize("mode", ["fsdp", "ddp"])
+def test_a_step_may_be_compiled(mode: str) -> None:
+    found = []
+    for compiled in (False, True):
+        model = _net()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        parallelize_model(model, mode, optimizer)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            step()
+            optimizer.zero_grad()
+        found.append(weights(model))
+    close(*found, rtol=1e-3, atol=1e-5)  # compiled, AdamW computes the corrections of its bias in tensors
+
+
 @on_ranks(2)
 def test_former_parameters_are_forgotten_once_nothing_holds_them() -> None:
     model = _net()
