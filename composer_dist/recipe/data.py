@@ -127,7 +127,7 @@ def _of_text(run: Run, data: TextData, tokenizer: Any) -> Datasets:
             share=data.mask,
             seed=run.seed,
         )
-    return make(tokens[train]), make(tokens[held]) if held else None
+    return make(tokens, train), make(tokens, held) if held else None
 
 
 def _of_classes(data: LabeledData, tokenizer: Any) -> Datasets:
@@ -137,7 +137,7 @@ def _of_classes(data: LabeledData, tokenizer: Any) -> Datasets:
     chosen = [tokens[torch.arange(count) * len(tokens) // count] for tokens in found]
     tokens = torch.stack(chosen, dim=1).flatten(0, 1)  # one of each class in turn
     labels = torch.arange(len(found)).repeat(count)
-    whole = text.TokenSamples(tokens, labels)
+    whole = text.TokenSamples(tokens, labels=labels)
     # A row has one sample of each class, so that the held-out samples are balanced too.
     rows, held_rows = text.hold_out(range(count), data.held_out // len(found))
     train, held = (

@@ -57,7 +57,7 @@ def losses(file: Path) -> tuple[list[float], list[float]]:
 def loss_of(model: torch.nn.Module, source: str) -> float:
     """The loss on the samples that the configurations hold out."""
     tokens = pieces(read(source), AutoTokenizer.from_pretrained(DEMO / "english" / "model"), 128)
-    held = tokens[hold_out(range(len(tokens)), 64)[1]]
+    held = tokens[hold_out(range(len(tokens)), 64)[1]].long()
     with torch.no_grad():
         return model(input_ids=held, labels=held).loss.item()
 

@@ -106,7 +106,7 @@ def library() -> Any:
 
 
 def pieces(text: str, tokenizer: Any, length: int) -> Tensor:
-    """The text's tokens, `(samples, length)`, without the incomplete sample at the end.
+    """The text's tokens, int32 of `(samples, length)`, without the incomplete sample at the end.
 
     Raises:
         ParallelismValueError: the text is shorter than one sample.
@@ -122,14 +122,15 @@ def pieces(text: str, tokenizer: Any, length: int) -> Tensor:
 
 def _encode(text: str, tokenizer: Any) -> Tensor:
     if tokenizer.init_kwargs.get("is_bytes"):  # the tokens are the bytes themselves
-        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).int()
     paragraphs = [f"{paragraph}\n\n" for paragraph in text.split("\n\n") if paragraph]
-    parts: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+    parts: list[Tensor] = [torch.empty(0, dtype=torch.int32)]
     for first in range(0, len(paragraphs), _AT_ONCE):  # all at once take 180 bytes a token
         encoded = tokenizer(
             paragraphs[first : first + _AT_ONCE], add_special_tokens=False, return_attention_mask=False
         )
-        parts.append(torch.tensor([token for tokens in encoded["input_ids"] for token in tokens]))
+        tokens = [token for tokens in encoded["input_ids"] for token in tokens]
+        parts.append(torch.tensor(tokens, dtype=torch.int32))
     return torch.cat(parts)
 
 
@@ -148,17 +149,27 @@ def hold_out(samples: Sequence[Any], count: int) -> tuple[list[int], list[int]]:
 
 
 class TokenSamples(Dataset[Sample]):
-    """Tokens with labels; for causal language models, where the labels are the tokens, and for classes."""
+    """Some samples of a text with labels: the tokens, for causal language models, or those of classes.
 
-    def __init__(self, tokens: Tensor, labels: Tensor | None = None) -> None:
+    Args:
+        tokens: `(samples, length)`, of any integer type.
+        rows: which of the samples; None takes all.
+        labels: of each sample.
+    """
+
+    def __init__(
+        self, tokens: Tensor, rows: Sequence[int] | None = None, labels: Tensor | None = None
+    ) -> None:
         self._tokens = tokens
+        self._rows = range(len(tokens)) if rows is None else rows
         self._labels = tokens if labels is None else labels
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> Sample:
-        return {"input_ids": self._tokens[index], "labels": self._labels[index]}
+        row = self._rows[index]
+        return {"input_ids": self._tokens[row].long(), "labels": self._labels[row].long()}
 
 
 @dataclass(eq=False)
@@ -169,7 +180,9 @@ class MaskedSamples(Dataset[Sample]):
     """
 
     tokens: Tensor
-    """`(samples, length)`."""
+    """`(samples, length)`, of any integer type."""
+    rows: Sequence[int]
+    """Which of the samples."""
     mask: int
     """The mask's token."""
     vocabulary: int
@@ -185,10 +198,10 @@ class MaskedSamples(Dataset[Sample]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:
-        tokens = self.tokens[index]
+        tokens = self.tokens[self.rows[index]].long()
         # One generator per sample: the rank that reads it and earlier reads make no difference.
         generator = torch.Generator().manual_seed(derived_seed(self.seed, self.epoch, index))
         chosen = torch.rand(len(tokens), generator=generator) < self.share

@@ -53,10 +53,28 @@ def test_held_out_samples_are_spread_and_no_longer_trained_on() -> None:
         text.hold_out(range(3), 3)
 
 
+def test_a_text_is_held_once_in_four_bytes_a_token() -> None:
+    run = Run.model_validate(
+        {
+            "out": "x",
+            "model": {"kind": "causal_lm", "config": {}},
+            "data": {"kind": "text", "source": "english", "context": 16, "held_out": 4},
+            "trainer": {},
+        }
+    )
+    train, held = datasets(run, byte_tokenizer(), Path())
+    assert train._tokens is held._tokens
+    assert train._tokens.dtype == torch.int32
+    assert len(train) + len(held) == len(train._tokens)
+    assert [{*sample} for sample in (train[0], held[0])] == [{"input_ids", "labels"}] * 2
+    assert torch.equal(held[0]["input_ids"], train._tokens[0].long())
+    assert torch.equal(train[0]["labels"], train._tokens[1].long())
+
+
 @pytest.mark.promise(100)
 def test_masks_depend_on_seed_epoch_and_sample_alone() -> None:
     tokens = torch.arange(5 * 400).view(5, 400) % 256
-    samples = text.MaskedSamples(tokens, mask=260, vocabulary=261, share=0.15, seed=1)
+    samples = text.MaskedSamples(tokens.int(), range(5), mask=260, vocabulary=261, share=0.15, seed=1)
     first, again = samples[3], samples[3]
     assert all(torch.equal(first[key], again[key]) for key in first)
     chosen = first["labels"] != text.IGNORED
