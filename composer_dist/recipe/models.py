@@ -103,8 +103,8 @@ def build_model(
         config = hub_config(model, tokenizer)
         weights = None if empty else _parts(model, config, parallelism)
         real = valued and not empty and weights is None and process_group.world_and_rank()[1] == 0
-        built, complete = _hub_model(run, model, config, real, weights is not None)
-        if parallelism is not None and not complete:
+        built, complete = _hub_model(run, model, config, real, empty)
+        if weights is not None and parallelism is not None and not complete:
             parallelism = replace(parallelism, strict=False)
         return Built(_composer_model(run, model, built, tokenizer, folder, real), parallelism, weights)
 
@@ -181,12 +181,12 @@ def hub_config(model: HubModel, tokenizer: Any) -> Any:
         raise ParallelismValueError(f"{kind.__name__} rejects the configuration: {text}") from error
 
 
-def _hub_model(run: Run, model: HubModel, config: Any, real: bool, described: bool) -> tuple[Any, bool]:
-    """The model of transformers, and whether the files that describe it have its weights and no others.
+def _hub_model(run: Run, model: HubModel, config: Any, real: bool, empty: bool) -> tuple[Any, bool]:
+    """The model of transformers, and whether the files that it is read from have its weights and no others.
 
     Args:
-        real: with values.
-        described: on meta, with the dtypes, ties and generation settings that transformers would read.
+        real: with values; else on meta, with the dtypes and the generation settings of the files.
+        empty: on meta, as the configuration says, without a look at the files.
     """
     import transformers
 
@@ -198,14 +198,15 @@ def _hub_model(run: Run, model: HubModel, config: Any, real: bool, described: bo
     elif model.num_labels is not None:
         config.num_labels = model.num_labels
     dtype = getattr(torch, model.dtype) if model.dtype else None
-    if model.pretrained is not None and (real or described):
-        reports = errors_only("transformers") if described else nullcontext()  # preparation has its own
+    quantized = getattr(config, "quantization_config", None) is not None
+    if model.pretrained is not None and (real or not (empty or quantized)):
+        reports = nullcontext() if real else errors_only("transformers")  # rank 0's, or the preparation's
         with from_hub("model.pretrained", model.pretrained), reports:
             read, found = auto.from_pretrained(
                 model.pretrained,
                 config=config,
                 dtype=dtype or "auto",
-                device_map="meta" if described else None,
+                device_map=None if real else "meta",
                 output_loading_info=True,
                 trust_remote_code=False,
             )
@@ -215,7 +216,7 @@ def _hub_model(run: Run, model: HubModel, config: Any, real: bool, described: bo
                 f"model.pretrained={model.pretrained}: its files have none of the weights of a "
                 f"{type(read).__name__}."
             )
-        return read, not (described and (found["missing_keys"] or found["unexpected_keys"]))
+        return read, not (found["missing_keys"] or found["unexpected_keys"])
     if model.pretrained is not None and dtype is None:
         dtype = config.dtype  # of the files
     with init_context(dtype=dtype), blaming(f"model: {type(config).__name__} cannot be built"):
