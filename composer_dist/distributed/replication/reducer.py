@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
+from datetime import timedelta
 from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from composer_dist import _torch
+from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.reports import reason_of_loss
 from composer_dist.distributed.replication.hooks import CommHook, LocalSGD
 from composer_dist.distributed.training.average_gradients import average_gradients
@@ -22,6 +25,8 @@ from composer_dist.distributed.training.local_gradients import LocalGradients
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.tensors.nested import tensors_in
 from composer_dist.wording import listed
+
+_PATIENCE = timedelta(seconds=60)
 
 
 class Reducer(_torch.InPlaceDDP):
@@ -83,6 +88,11 @@ class Reducer(_torch.InPlaceDDP):
         looked = len(self._nodes) if is_power_of_two(self._forwards) else 1
         pairs = islice(zip(self.names.values(), self._nodes, strict=True), looked)
         return any(get_gradient_edge(parameter).node is not node for parameter, node in pairs)
+
+    def agree(self, step: str) -> None:
+        """Wait for the other ranks, but not long: on some ranks alone, `step` ends in other collectives."""
+        if self.process_group.size() > 1:
+            Agreement(dist.get_process_group_ranks(self.process_group), _PATIENCE).reach(step, None)
 
     def before_forward(self) -> None:
         """A forward begins."""
@@ -175,6 +185,8 @@ class Reducer(_torch.InPlaceDDP):
     def _average(self) -> None:
         """Average the gradients without the reducer, for this backward and all later ones."""
         state = self.hook.state if self.hook else None
+        if not self._several:
+            self.agree("the end of a second backward in one step")
         if isinstance(state, LocalSGD):
             state.next_backward()
         elif self.hook is not None and not self._several:

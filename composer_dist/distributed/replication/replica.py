@@ -10,11 +10,9 @@ it ends.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,7 +20,6 @@ from composer_dist import _torch
 from composer_dist.distributed import prepared
 from composer_dist.distributed.before_steps import Check
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.reports import reason_of_loss
 from composer_dist.distributed.replication.checks import Checks
 from composer_dist.distributed.replication.hooks import CommHook, LocalSGD, reduced_in
@@ -31,9 +28,6 @@ from composer_dist.distributed.replication.precision import compute_as_before, c
 from composer_dist.distributed.replication.reducer import Reducer
 from composer_dist.distributed.training.local_gradients import LocalGradients
 from composer_dist.errors import ParallelismError, ParallelismRuntimeError
-
-_PATIENCE = timedelta(seconds=60)
-"""For the other ranks, after a backward that has raised; on one rank alone, they wait for its gradients."""
 
 
 class Replica:
@@ -157,9 +151,8 @@ class Replica:
                 )
             return
         failed, self._failed = self._failed and self._ddp.waits, False
-        if failed and self.group.size() > 1:
-            ranks = dist.get_process_group_ranks(self.group)
-            Agreement(ranks, _PATIENCE).reach("going on after a backward that raised", None)
+        if failed:
+            self._ddp.agree("going on after a backward that raised")
         if trainable and (failed or trainable.keys() != self._ddp.names.keys() or self._ddp.is_passed_by()):
             self._follow(trainable)
         self._checks.before_forward(model)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from composer_dist.distributed import clip_grad_norm, no_sync, parallelize_model
-from composer_dist.distributed.replication import replica
+from composer_dist.distributed.replication import reducer
 from composer_dist.distributed.replication.apply import ddp_sync_context
 from composer_dist.distributed.replication.replica import replica_of
 from composer_dist.errors import ParallelismRuntimeError
@@ -387,10 +387,26 @@ def test_a_rank_whose_backward_raises_alone_waits_for_the_others_for_a_limited_t
         Fails.now = True
         with pytest.raises(MemoryError):
             model(x).mean().backward()
-        limit = mock.patch.object(replica, "_PATIENCE", timedelta(seconds=1))
+        limit = mock.patch.object(reducer, "_PATIENCE", timedelta(seconds=1))
         with limit, fails(ParallelismRuntimeError, "Rank 1 did not answer within 1 s at 'going on"):
             model(x)
         Fails.now = False
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_second_backward_on_one_rank_alone_waits_for_the_others_for_a_limited_time() -> None:
+    model = nn.Sequential(nn.Linear(8, 4))
+    parallelize_model(model, ddp())
+    loss = model(mine(inputs(1)[0])).mean()
+    loss.backward(retain_graph=True)
+    if dist.get_rank() == 0:
+        limit = mock.patch.object(reducer, "_PATIENCE", timedelta(seconds=1))
+        with (
+            limit,
+            fails(ParallelismRuntimeError, "Rank 1 did not answer within", "at 'the end of a second"),
+        ):
+            loss.backward()
     dist.barrier()
 
 
