@@ -22,7 +22,7 @@ from composer_dist.distributed.training.average_gradients import average_gradien
 from composer_dist.distributed.training.changes import is_power_of_two
 from composer_dist.distributed.training.gradient_hooks import GradientHooks
 from composer_dist.distributed.training.local_gradients import LocalGradients
-from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.tensors.nested import tensors_in
 from composer_dist.wording import listed
 
@@ -89,10 +89,15 @@ class Reducer(_torch.InPlaceDDP):
         pairs = islice(zip(self.names.values(), self._nodes, strict=True), looked)
         return any(get_gradient_edge(parameter).node is not node for parameter, node in pairs)
 
-    def agree(self, step: str) -> None:
-        """Wait for the other ranks, but not long: on some ranks alone, `step` ends in other collectives."""
+    def agree(self, step: str, changed: Collection[str] = ()) -> None:
+        """Wait for the other ranks, but not long: on some ranks alone, `step` ends in other collectives.
+
+        Args:
+            changed: names of parameters that were frozen or thawed, the same on all ranks.
+        """
         if self.process_group.size() > 1:
-            Agreement(dist.get_process_group_ranks(self.process_group), _PATIENCE).reach(step, None)
+            ranks = dist.get_process_group_ranks(self.process_group)
+            Agreement(ranks, _PATIENCE).reach(step, sorted(changed), _check_alike)
 
     def before_forward(self) -> None:
         """A forward begins."""
@@ -211,3 +216,12 @@ class Reducer(_torch.InPlaceDDP):
             "do not use every parameter, set DDPConfig(find_unused_parameters=True), or freeze the unused "
             "ones."
         )
+
+
+def _check_alike(changed: list[list[str]]) -> None:
+    for names in changed:
+        if names != changed[0]:
+            raise ParallelismValueError(
+                f"Some ranks have frozen or thawed {listed(changed[0] or ['nothing'])}, others "
+                f"{listed(names or ['nothing'])}. Do the same on all ranks, between two steps."
+            )

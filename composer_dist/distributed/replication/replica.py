@@ -153,7 +153,9 @@ class Replica:
         failed, self._failed = self._failed and self._ddp.waits, False
         if failed:
             self._ddp.agree("going on after a backward that raised")
-        if trainable and (failed or trainable.keys() != self._ddp.names.keys() or self._ddp.is_passed_by()):
+        if changed := trainable.keys() ^ self._ddp.names.keys() if trainable else ():
+            self._ddp.agree("changing which parameters are trained", changed)
+        if trainable and (failed or changed or self._ddp.is_passed_by()):
             self._follow(trainable)
         self._checks.before_forward(model)
         _torch.register_late_hooks(model)

@@ -18,7 +18,7 @@ from composer_dist.distributed import clip_grad_norm, no_sync, parallelize_model
 from composer_dist.distributed.replication import reducer
 from composer_dist.distributed.replication.apply import ddp_sync_context
 from composer_dist.distributed.replication.replica import replica_of
-from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit.compare import alike, close, fails, same_parameters, values
 from tests.kit.meshes import ddp, mine
 from tests.kit.models import M
@@ -402,11 +402,30 @@ def test_a_second_backward_on_one_rank_alone_waits_for_the_others_for_a_limited_
     loss.backward(retain_graph=True)
     if dist.get_rank() == 0:
         limit = mock.patch.object(reducer, "_PATIENCE", timedelta(seconds=1))
+        with limit, fails(ParallelismRuntimeError, "Rank 1 did not answer within", "at 'the end of a second"):
+            loss.backward()
+    dist.barrier()
+
+
+@pytest.mark.promise(105)
+@on_ranks(2)
+def test_freezing_on_some_ranks_alone_is_an_error_before_gradients_are_averaged() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    parallelize_model(model, ddp())
+    x, rank = mine(inputs(1)[0]), dist.get_rank()
+    model(x).mean().backward()
+    model[rank].weight.requires_grad_(False)
+    with fails(ParallelismValueError, "Some ranks have frozen or thawed 0.weight, others 1.weight. Do the"):
+        model(x)
+    model[rank].weight.requires_grad_(True)
+    model[0].weight.requires_grad_(rank == 1)
+    if rank == 0:
+        limit = mock.patch.object(reducer, "_PATIENCE", timedelta(seconds=1))
         with (
             limit,
-            fails(ParallelismRuntimeError, "Rank 1 did not answer within", "at 'the end of a second"),
+            fails(ParallelismRuntimeError, "Rank 1 did not answer", "changing which parameters"),
         ):
-            loss.backward()
+            model(x)
     dist.barrier()
 
 
