@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -124,6 +125,12 @@ class Calls:
         call = self._calls[-1]
         if call.before and (changed := call.before.changed(_torch.gathered_params(self._params))):
             raise ParallelismRuntimeError(changed_in_forward(self._name, module, changed))
+        if isinstance(output, GeneratorType):
+            raise ParallelismRuntimeError(
+                f"The forward of {self._name or 'the root'} is a generator, which would run after FSDP2 has "
+                "freed the gathered parameters. Return a list of what it yields, or leave it whole: "
+                "Rule(..., shard=False)."
+            )
         call.output = output
         return with_plain_containers(output)
 

@@ -421,10 +421,7 @@ def test_freezing_on_some_ranks_alone_is_an_error_before_gradients_are_averaged(
     model[0].weight.requires_grad_(rank == 1)
     if rank == 0:
         limit = mock.patch.object(reducer, "_PATIENCE", timedelta(seconds=1))
-        with (
-            limit,
-            fails(ParallelismRuntimeError, "Rank 1 did not answer", "changing which parameters"),
-        ):
+        with limit, fails(ParallelismRuntimeError, "Rank 1 did not answer", "changing which parameters"):
             model(x)
     dist.barrier()
 

@@ -1,5 +1,6 @@
 """A unit's outputs can be changed in place, and cost no warning and no copy."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from torch import nn
 from composer_dist import FSDP2Config
 from composer_dist.distributed import parallelize_model
 from composer_dist.distributed.sharding.hooks import own_outputs
-from tests.kit.compare import same_parameters
+from composer_dist.errors import ParallelismRuntimeError
+from tests.kit.compare import fails, same_parameters
 from tests.kit.toy import built
 from tests.kit.world import on_ranks
 
@@ -91,3 +93,24 @@ def test_what_blocks_write_into_their_arguments_arrives_without_gradients_too(
         found, wanted = (list(one.values() if isinstance(one, dict) else one) for one in (kept, expected))
         assert len(found) == 3
         torch.testing.assert_close([one.float() for one in found], wanted, rtol=0.02, atol=0.01)
+
+
+class Yields(nn.Module):
+    """A forward that computes when its caller asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+            yield x
+
+
+@on_ranks(2)
+def test_a_forward_that_is_a_generator_is_refused() -> None:
+    model = nn.Sequential(Yields())
+    parallelize_model(model, FSDP2Config(), fsdp_wrap_policy=lambda module: isinstance(module, Yields))
+    with fails(ParallelismRuntimeError, "The forward of 0 is a generator", "Return a list of what it yields"):
+        model(torch.ones(2, 4))
