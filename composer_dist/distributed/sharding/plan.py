@@ -187,6 +187,7 @@ def plan(
         _unit(group, structure, wishes, shards, ends_forward=kept.issuperset(group.modules))
         for group in assignment.groups
     )
+    _refuse_complex(units, structure)
     methods = tuple(wishes.config.forward_methods)
     homes = {name: group for group in assignment.groups for name in group.modules}
     check_forward_methods(methods, structure, list(homes))
@@ -253,6 +254,19 @@ def _unit(group: Draft, structure: Structure, wishes: Wishes, shards: int, ends_
         offload=_offload(options, fsdp2, wishes.device_type),
         reason=group.choice.reason,
     )
+
+
+def _refuse_complex(units: Sequence[Unit], structure: Structure) -> None:
+    for unit in units:
+        if unit.mp_policy.reduce_dtype in (None, unit.mp_policy.param_dtype):
+            continue
+        for name in unit.parameters:
+            if (info := structure.tensors[name].info).dtype.is_complex and info.requires_grad:
+                raise ParallelismValueError(
+                    f"{name} is complex, and FSDP2 cannot reduce its gradient in the reduce_dtype of its "
+                    f"unit. Add Rule({name.rpartition('.')[0]!r}, shard=True, mixed_precision="
+                    "{'param_dtype': None, 'reduce_dtype': None}), which casts nothing there."
+                )
 
 
 def _reshard(group: Draft, fsdp2: FSDP2Config, shards: int, ends_forward: bool) -> bool | int:

@@ -3,6 +3,7 @@
 Longer than other files: all structures are compared by one function.
 """
 
+import copy
 import itertools
 import math
 import warnings
@@ -442,3 +443,30 @@ def test_strides_and_zeros_of_shards_are_torchs(shape: tuple[int, ...]) -> None:
         assert torch.equal(torch.ones(3).new_zeros(2, dtype=torch.int32), zeros)
     assert _fsdp_param.make_contiguous_strides_for is before
     assert "new_zeros" not in vars(torch.Tensor)
+
+
+class Spectral(nn.Module):
+    """Multiplies in the frequency domain, as Fourier neural operators do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x.float()) * self.gain, n=8)
+
+
+@on_ranks(2)
+def test_complex_parameters_beside_a_cast_need_a_unit_without_one() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Spectral(), nn.Linear(8, 2))
+    single, x = copy.deepcopy(model), torch.randn(4, 8)
+    with fails_alike(ParallelismValueError, "0.gain is complex, and", "Add Rule('0', shard=True"):
+        parallelize_model(model, "fsdp", precision="amp_bf16")
+    uncast = {"param_dtype": None, "reduce_dtype": None}
+    parallelize_model(model, _rules(Rule("0", shard=True, mixed_precision=uncast)), precision="amp_bf16")
+    for one in (model, single):
+        one(x).float().sum().backward()
+    found, expected = model[0].gain.grad.full_tensor(), single[0].gain.grad
+    assert found.imag.abs().max() > 0.1
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
