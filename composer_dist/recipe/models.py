@@ -68,7 +68,7 @@ class Built:
     parallelism: ParallelismConfig | None = None
     """The run's; not strict where the files lack weights of the model, or have others."""
     weights: Path | None = None
-    """A directory of which each rank reads its part; None if rank 0 has the values, or initializers."""
+    """A file or an index of which each rank reads its part; None if the model needs none, or rank 0 reads."""
 
 
 def build_model(
@@ -102,15 +102,20 @@ def build_model(
     with quiet():
         config = hub_config(model, tokenizer)
         weights = None if empty else _parts(model, config, parallelism)
-        real = valued and not empty and weights is None and process_group.world_and_rank()[1] == 0
-        built, complete = _hub_model(run, model, config, real, empty)
+        first = valued and not empty and process_group.world_and_rank()[1] == 0
+        built, complete = _hub_model(run, model, config, first and weights is None, empty)
+        if weights is not None and model.adapter is not None and not complete:  # it may train what is missing
+            weights = None
+            if first:
+                built, complete = _hub_model(run, model, config, True, empty)
+        real = first and weights is None
         if weights is not None and parallelism is not None and not complete:
             parallelism = replace(parallelism, strict=False)
         return Built(_composer_model(run, model, built, tokenizer, folder, real), parallelism, weights)
 
 
 def _parts(model: HubModel, config: Any, parallelism: ParallelismConfig | None) -> Path | None:
-    """The directory of a pretrained model's safetensors, if every rank can read its part of each there."""
+    """The file or the index of a pretrained model's safetensors, if each rank can read its part of it."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file
 
@@ -125,10 +130,10 @@ def _parts(model: HubModel, config: Any, parallelism: ParallelismConfig | None) 
     if quantized or not independent:
         return None
     with from_hub("model.pretrained", model.pretrained):
-        for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        for name in ("adapter_config.json", SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
             found = cached_file(model.pretrained, name, _raise_exceptions_for_missing_entries=False)
-            if found is not None:
-                return Path(found).parent
+            if found is not None:  # transformers loads an adapter that lies there too
+                return Path(found) if name.startswith("model.") else None
     return None
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
 from composer_dist import FSDP2Config, ParallelismConfig
@@ -22,8 +23,9 @@ from tests.kit.world import on_ranks
 
 pytestmark = [
     pytest.mark.promise(142),
-    pytest.mark.filterwarnings("ignore:.*incorrect regex pattern:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft's own
 ]
+INDEX = "model.safetensors.index.json"
 LORA = {"method": "lora", "r": 2, "target_modules": "all-linear"}
 
 
@@ -33,6 +35,9 @@ def files(tmp_path: Path) -> Path:
     model = llama(vocab_size=261)
     model.generation_config.max_new_tokens = 7
     model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    model.save_pretrained(tmp_path / "model" / "both")
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "model" / "both")
     return tmp_path / "model"
 
 
@@ -56,7 +61,7 @@ def prepared(made: Built) -> tuple[dict[str, torch.Tensor], int]:
 @on_ranks(2)
 def test_every_rank_reads_its_part_of_each_weight(files: Path) -> None:
     made = built(files)
-    assert made.weights == files
+    assert made.weights == files / INDEX
     assert {parameter.device.type for parameter in made.model.parameters()} == {"meta"}
     model: Any = made.model
     assert (model.model.generation_config.max_new_tokens, model.model.name_or_path) == (7, str(files))
@@ -98,7 +103,7 @@ def test_a_head_that_the_files_lack_is_initialized(files: Path) -> None:
 @on_ranks(2)
 def test_a_lora_is_added_to_weights_that_are_read_in_parts(files: Path) -> None:
     made = built(files, adapter=LORA)
-    assert made.weights == files
+    assert made.weights == files / INDEX
     prepared(made)
     found = full_each(dict(made.model.named_parameters()))
     expected = AutoModelForCausalLM.from_pretrained(files).state_dict()
@@ -136,6 +141,30 @@ def test_rank_0_has_the_values_of_what_starts_from_them(files: Path, options: An
     assert frozen.is_meta == (torch.distributed.get_rank() == 1)
 
 
+@on_ranks(2)
+def test_an_adapter_beside_a_new_head_starts_on_rank_0(files: Path) -> None:
+    """It trains a copy of the head, which the files lack."""
+    made = built(files, "sequence_classification", adapter=LORA)
+    assert made.weights is None
+    prepared(made)
+    found = full_each(dict(made.model.named_parameters()))
+    heads = [value for name, value in found.items() if ".score." in name]
+    assert len(heads) == 2
+    assert torch.equal(*heads)
+    assert heads[0].std() > 0.005
+
+
+@on_ranks(2)
+def test_an_adapter_in_the_models_directory_is_loaded_too(files: Path) -> None:
+    made = built(files / "both")
+    assert made.weights is None
+    prepared(made)
+    found = full_each(dict(made.model.named_parameters()))
+    expected = AutoModelForCausalLM.from_pretrained(files / "both").named_parameters()
+    same(found, {f"model.{name}": value for name, value in expected})
+    assert any(value.std() > 0 for name, value in found.items() if "lora_B" in name)
+
+
 @pytest.fixture
 def pickled(tmp_path: Path) -> Path:
     """A model as transformers wrote it once."""
@@ -168,7 +197,7 @@ def test_a_model_in_the_hubs_cache_is_read_in_parts(
         (snapshot / blob.name).symlink_to(os.path.relpath(blob, snapshot))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert built("someone/model").weights == snapshot
+    assert built("someone/model").weights == snapshot / INDEX
 
 
 def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
