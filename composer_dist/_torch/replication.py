@@ -1,13 +1,14 @@
 """DDP in place, and the synchronization of gradients in backward."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
 from weakref import finalize
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 # Data parallelism by hooks, with DDP's reducer, and the class that it adds to a module's. Since torch 2.0.
 from torch.distributed._composable.replicate import DDP as ComposableDDP
@@ -15,6 +16,7 @@ from torch.distributed._composable.replicate import replicate as replicate
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from composer_dist._torch.backward import is_transforming
 from composer_dist._torch.sharding import fsdp_param_groups
 
 
@@ -79,8 +81,10 @@ class InPlaceDDP(DistributedDataParallel):
         self.before_forward()
         if not self.modules_buffers:  # a forward may have made some since
             self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        transforms = is_transforming()  # of torch.func, in which tensors have no memory to send from
         try:
-            return super()._pre_forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+            with temporarily_clear_interpreter_stack() if transforms else nullcontext():
+                return super()._pre_forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             self.on_error(error)
             raise

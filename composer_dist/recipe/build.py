@@ -28,7 +28,7 @@ from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import HubModel, Run
 from composer_dist.recipe.signature import known_names
 from composer_dist.recipe.tokenizer import tokenizer_named
-from composer_dist.recipe.trial import samples_to_try, try_step
+from composer_dist.recipe.trial import check_eps, samples_to_try, try_step
 from composer_dist.trainer import (
     CheckpointSaver,
     FineTuningPhases,
@@ -129,7 +129,7 @@ def optimizer_of(run: Run, model: ComposerModel, configuration: Configuration) -
     with blaming(f"optimizer {run.optimizer.name!r}"):
         made: Optimizer
         (made,) = listed("optimizer.name", kind(trainable, **arguments), Optimizer)
-    return made
+    return check_eps(made)
 
 
 def default_rate(run: Run) -> dict[str, float]:

@@ -28,7 +28,7 @@ from composer_dist.recipe.other_libraries.nf4 import quantize
 from composer_dist.recipe.schema import HubModel, ModuleModel, PreferenceData, Run
 from composer_dist.recipe.sources.rows import classes_of
 from composer_dist.structure.families import errors_only, quiet
-from composer_dist.wording import near_miss
+from composer_dist.wording import listed, near_miss
 
 
 def peft_class(method: str) -> Any:
@@ -126,14 +126,16 @@ def _parts(model: HubModel, config: Any, parallelism: ParallelismConfig | None) 
         model.adapter.method == "lora"
         and _INDEPENDENT.issuperset(given := model.adapter.model_extra or {})
         and given.get("init_lora_weights", True) in (True, False, "gaussian")
+        # A copy of a tied head is found in no file.
+        and not ("modules_to_save" in given and getattr(config, "tie_word_embeddings", False))
     )
     if quantized or not independent:
         return None
     with from_hub("model.pretrained", model.pretrained):
-        for name in ("adapter_config.json", SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
             found = cached_file(model.pretrained, name, _raise_exceptions_for_missing_entries=False)
-            if found is not None:  # transformers loads an adapter that lies there too
-                return Path(found) if name.startswith("model.") else None
+            if found is not None:
+                return Path(found)
     return None
 
 
@@ -191,7 +193,7 @@ def _hub_model(run: Run, model: HubModel, config: Any, real: bool, empty: bool) 
 
     Args:
         real: with values; else on meta, with the dtypes and the generation settings of the files.
-        empty: on meta, as the configuration says, without a look at the files.
+        empty: on meta, without a look at files that are not here.
     """
     import transformers
 
@@ -204,7 +206,8 @@ def _hub_model(run: Run, model: HubModel, config: Any, real: bool, empty: bool) 
         config.num_labels = model.num_labels
     dtype = getattr(torch, model.dtype) if model.dtype else None
     quantized = getattr(config, "quantization_config", None) is not None
-    if model.pretrained is not None and (real or not (empty or quantized)):
+    distant = empty and not Path(model.pretrained or "").is_dir()
+    if model.pretrained is not None and (real or not (distant or quantized)):
         reports = nullcontext() if real else errors_only("transformers")  # rank 0's, or the preparation's
         with from_hub("model.pretrained", model.pretrained), reports:
             read, found = auto.from_pretrained(
@@ -213,9 +216,25 @@ def _hub_model(run: Run, model: HubModel, config: Any, real: bool, empty: bool) 
                 dtype=dtype or "auto",
                 device_map=None if real else "meta",
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below
                 trust_remote_code=False,
             )
+        if hasattr(read, "peft_config"):
+            raise ParallelismValueError(
+                f"model.pretrained={model.pretrained} has an adapter of peft beside the model, which "
+                "transformers loads too. Move its files elsewhere, or merge it first (merge_and_unload)."
+            )
+        if not real:
+            read.tie_weights()  # transformers unties on meta what the files have twice
         check_positions(read, getattr(run.data, "context", None))
+        if misfits := [
+            f"{name} is {tuple(there)} in the files and {tuple(here)} in the model"
+            for name, there, here in sorted(found["mismatched_keys"])
+        ]:
+            raise ParallelismValueError(
+                f"model.pretrained={model.pretrained}: {listed(misfits, 3)}. The size of a classifier's head "
+                "comes from model.num_labels, or from the labels of the data."
+            )
         if len(found["missing_keys"]) == len(read.state_dict()):
             raise ParallelismValueError(
                 f"model.pretrained={model.pretrained}: its files have none of the weights of a "

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from composer_dist import ComposerModel, HuggingFaceModel
 from composer_dist.distributed import meta_init, process_group
@@ -24,6 +25,7 @@ from composer_dist.trainer.data.sampling import data_part
 from composer_dist.trainer.evaluation import evaluating
 from composer_dist.trainer.state import State
 from composer_dist.trainer.step import total_loss
+from composer_dist.wording import dtype_name
 
 _LARGEST = 5_000_000
 """Parameters of a model that is tried; a step of a larger one takes long."""
@@ -158,3 +160,20 @@ def _named(stage: str) -> Iterator[None]:
             if re.search(pattern, str(error)):
                 raise ParallelismValueError(f"{str(error).removesuffix('.')}: {remedy}.") from error
         raise
+
+
+def check_eps(optimizer: Optimizer) -> Optimizer:
+    """The optimizer, unless its eps is 0 in the dtype of a parameter.
+
+    Raises:
+        ParallelismValueError: a step would divide by zero where a gradient is.
+    """
+    for group in optimizer.param_groups:
+        for dtype in {parameter.dtype for parameter in group["params"] if parameter.requires_grad}:
+            eps = group.get("eps")
+            if isinstance(eps, float) and eps and not torch.tensor(eps, dtype=dtype):
+                raise ParallelismValueError(
+                    f"The weights that train are {dtype_name(dtype)}, in which optimizer.eps={eps} is 0, and "
+                    "steps would divide by it. Set model.dtype: float32, and trainer.precision for less."
+                )
+    return optimizer

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from composer_dist import FSDP2Config, ParallelismConfig
 from composer_dist.config.parallelism import resolve_config
@@ -17,13 +24,15 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.recipe.models import Built, build_model
 from composer_dist.recipe.schema import Run
 from composer_dist.recipe.tokenizer import byte_tokenizer
-from tests.kit.compare import full_each, same
+from composer_dist.recipe.trial import check_eps
+from tests.kit.compare import fails_alike, full_each, same
 from tests.kit.huggingface import llama
 from tests.kit.world import on_ranks
 
 pytestmark = [
     pytest.mark.promise(142),
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft's own
+    pytest.mark.filterwarnings("ignore:.*ensure_weight_tying"),
 ]
 INDEX = "model.safetensors.index.json"
 LORA = {"method": "lora", "r": 2, "target_modules": "all-linear"}
@@ -41,11 +50,13 @@ def files(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def built(pretrained: Path | str, kind: str = "causal_lm", config: Any = "fsdp", **model: Any) -> Built:
+def built(
+    pretrained: Path | str, kind: str = "causal_lm", config: Any = "fsdp", classes: int = 3, **model: Any
+) -> Built:
     """The model of a run on these files."""
     data: Mapping[str, Any] = {"kind": "text", "source": "english"}
     if kind == "sequence_classification":
-        data = {"kind": "labeled_text", "classes": dict.fromkeys("xyz", "english")}
+        data = {"kind": "labeled_text", "classes": dict.fromkeys("xyz"[:classes], "english")}
     described = {"kind": kind, "pretrained": str(pretrained), "tokenizer": "bytes"} | model
     run = Run.model_validate({"out": "runs/none", "model": described, "data": data, "trainer": {}})
     return build_model(run, byte_tokenizer(), Path(), None if config is None else resolve_config(config))
@@ -155,14 +166,50 @@ def test_an_adapter_beside_a_new_head_starts_on_rank_0(files: Path) -> None:
 
 
 @on_ranks(2)
-def test_an_adapter_in_the_models_directory_is_loaded_too(files: Path) -> None:
-    made = built(files / "both")
+def test_an_adapter_in_the_models_directory_is_refused(files: Path) -> None:
+    with fails_alike(ParallelismValueError, "both has an adapter of peft beside the model"):
+        built(files / "both")
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
+    """A model whose files have its tied tensor once, and in `twice` under both names."""
+    model = llama(vocab_size=261, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "twice")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    save_file(state, tmp_path / "twice" / "model.safetensors", {"format": "pt"})
+    return tmp_path
+
+
+@on_ranks(2)
+def test_what_the_files_have_under_both_names_is_one_tensor(tied: Path) -> None:
+    made = built(tied / "twice")
+    assert made.weights == tied / "twice" / "model.safetensors"
+    model: Any = made.model.model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    found, _ = prepared(made)
+    expected = AutoModelForCausalLM.from_pretrained(tied).state_dict()
+    same(found, {f"model.{name}": value for name, value in expected.items()})
+
+
+@on_ranks(2)
+def test_a_copy_of_a_tied_head_starts_on_rank_0(tied: Path) -> None:
+    made = built(tied, adapter=LORA | {"modules_to_save": ["lm_head"]})
     assert made.weights is None
     prepared(made)
     found = full_each(dict(made.model.named_parameters()))
-    expected = AutoModelForCausalLM.from_pretrained(files / "both").named_parameters()
-    same(found, {f"model.{name}": value for name, value in expected})
-    assert any(value.std() > 0 for name, value in found.items() if "lora_B" in name)
+    [copied] = [value for name, value in found.items() if "modules_to_save" in name]
+    [embedded] = [value for name, value in found.items() if name.endswith("embed_tokens.weight")]
+    assert torch.equal(copied, embedded)
+
+
+@pytest.mark.parametrize("config", ["fsdp", None])
+def test_sizes_that_do_not_fit_are_named(files: Path, config: Any) -> None:
+    LlamaForSequenceClassification.from_pretrained(files, num_labels=3).save_pretrained(files / "classifier")
+    said = r"score.weight is \(3, 32\) in the files and \(2, 32\) in the model.*comes from model.num_labels"
+    with pytest.raises(ParallelismValueError, match=said):
+        built(files / "classifier", "sequence_classification", config, classes=2)
 
 
 @pytest.fixture
@@ -201,9 +248,17 @@ def test_a_model_in_the_hubs_cache_is_read_in_parts(
 
 
 def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     llama(vocab_size=261).save_pretrained(tmp_path)
     save_file({"other": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ParallelismValueError, match="its files have none of the weights of a LlamaForCausal"):
         built(tmp_path)
+
+
+def test_an_eps_that_is_0_in_the_weights_dtype_is_refused() -> None:
+    """Adam would divide by it, at any learning rate."""
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    with pytest.raises(ParallelismValueError, match=r"train are float16, in which optimizer.eps=1e-08 is 0"):
+        check_eps(torch.optim.AdamW([weight]))
+    check_eps(torch.optim.AdamW([weight], eps=1e-6))
+    check_eps(torch.optim.SGD([weight]))
+    check_eps(torch.optim.AdamW([torch.nn.Parameter(weight.bfloat16())]))

@@ -62,6 +62,8 @@ def check_weights(path: object, sync: str) -> None:
     """Raise unless `weights=` is a path or None, and `sync` does not contradict it."""
     if not isinstance(path, (str, os.PathLike, type(None))) or path == "":
         raise ParallelismTypeError(f"weights must be the path of a file or directory, or None, not {path!r}.")
+    if "://" in str(path):
+        raise ParallelismValueError(f"weights={str(path)!r} is a URL; download the files first.")
     if path is not None and sync != "auto":
         raise ParallelismValueError(
             f"weights= reads files, but sync={sync!r} takes the weights from ranks; give only one."

@@ -163,3 +163,9 @@ def test_transforms_around_the_model(mode: str) -> None:
     transform(model, mine(_x())).square().mean().backward()
     transform(single, _x()).square().mean().backward()
     same_parameters(model, single, gradients=True)
+    for _ in range(3):  # an adversarial example, and the loss of an ordinary forward
+        for one, x in ((model, mine(_x())), (single, _x())):
+            one.zero_grad()
+            near = x + 0.1 * TRANSFORMS["grad"](one, x).detach()
+            one(near).square().mean().backward()
+        same_parameters(model, single, gradients=True)

@@ -260,6 +260,7 @@ def test_ranks_that_are_given_something_else_are_told(tmp_path: Path) -> None:
     path, rank = shared_file(tmp_path), dist.get_rank()
     refused(ParallelismValueError, "weights= ", "sync='rank0'", weights=path, sync="rank0")
     refused(CheckpointValueError, "There is no file or directory /nowhere here", weights="/nowhere")
+    refused(ParallelismValueError, "weights='s3://a/b' is a URL; download the files", weights="s3://a/b")
     own = tmp_path / f"rank{rank}"
     own.mkdir()
     save_file({"row": torch.zeros(1 + rank, 8)}, own / "model.safetensors")
