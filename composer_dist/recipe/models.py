@@ -208,39 +208,7 @@ def _hub_model(run: Run, model: HubModel, config: Any, real: bool, empty: bool) 
     quantized = getattr(config, "quantization_config", None) is not None
     distant = empty and not Path(model.pretrained or "").is_dir()
     if model.pretrained is not None and (real or not (distant or quantized)):
-        reports = nullcontext() if real else errors_only("transformers")  # rank 0's, or the preparation's
-        with from_hub("model.pretrained", model.pretrained), reports:
-            read, found = auto.from_pretrained(
-                model.pretrained,
-                config=config,
-                dtype=dtype or "auto",
-                device_map=None if real else "meta",
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # told below
-                trust_remote_code=False,
-            )
-        if hasattr(read, "peft_config"):
-            raise ParallelismValueError(
-                f"model.pretrained={model.pretrained} has an adapter of peft beside the model, which "
-                "transformers loads too. Move its files elsewhere, or merge it first (merge_and_unload)."
-            )
-        if not real:
-            read.tie_weights()  # transformers unties on meta what the files have twice
-        check_positions(read, getattr(run.data, "context", None))
-        if misfits := [
-            f"{name} is {tuple(there)} in the files and {tuple(here)} in the model"
-            for name, there, here in sorted(found["mismatched_keys"])
-        ]:
-            raise ParallelismValueError(
-                f"model.pretrained={model.pretrained}: {listed(misfits, 3)}. The size of a classifier's head "
-                "comes from model.num_labels, or from the labels of the data."
-            )
-        if len(found["missing_keys"]) == len(read.state_dict()):
-            raise ParallelismValueError(
-                f"model.pretrained={model.pretrained}: its files have none of the weights of a "
-                f"{type(read).__name__}."
-            )
-        return read, not (found["missing_keys"] or found["unexpected_keys"])
+        return _pretrained(model.pretrained, run, auto, config, dtype, real)
     if model.pretrained is not None and dtype is None:
         dtype = config.dtype  # of the files
     with init_context(dtype=dtype), blaming(f"model: {type(config).__name__} cannot be built"):
@@ -249,6 +217,43 @@ def _hub_model(run: Run, model: HubModel, config: Any, real: bool, empty: bool) 
     if real:
         meta_init(built)
     return built, True
+
+
+def _pretrained(
+    name: str, run: Run, auto: Any, config: Any, dtype: torch.dtype | None, real: bool
+) -> tuple[Any, bool]:
+    reports = nullcontext() if real else errors_only("transformers")  # rank 0's, or the preparation's
+    with from_hub("model.pretrained", name), reports:
+        read, found = auto.from_pretrained(
+            name,
+            config=config,
+            dtype=dtype or "auto",
+            device_map=None if real else "meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below
+            trust_remote_code=False,
+        )
+    if hasattr(read, "peft_config"):
+        raise ParallelismValueError(
+            f"model.pretrained={name} has an adapter of peft beside the model, which "
+            "transformers loads too. Move its files elsewhere, or merge it first (merge_and_unload)."
+        )
+    if not real:
+        read.tie_weights()  # transformers unties on meta what the files have twice
+    check_positions(read, getattr(run.data, "context", None))
+    if misfits := [
+        f"{key} is {tuple(there)} in the files and {tuple(here)} in the model"
+        for key, there, here in sorted(found["mismatched_keys"])
+    ]:
+        raise ParallelismValueError(
+            f"model.pretrained={name}: {listed(misfits, 3)}. The size of a classifier's head "
+            "comes from model.num_labels, or from the labels of the data."
+        )
+    if len(found["missing_keys"]) == len(read.state_dict()):
+        raise ParallelismValueError(
+            f"model.pretrained={name}: its files have none of the weights of a {type(read).__name__}."
+        )
+    return read, not (found["missing_keys"] or found["unexpected_keys"])
 
 
 def _options(model: HubModel, config: Any, folder: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from composer_dist.errors import CheckpointValueError, ParallelismRuntimeError, 
 from composer_dist.integrations.accelerate import ComposerAccelerator  # noqa: E402
 from tests.kit.compare import close, equal, fails, same  # noqa: E402
 from tests.kit.huggingface import llama, lora_llama  # noqa: E402
-from tests.kit.measure import Collectives, by_messages  # noqa: E402
+from tests.kit.measure import with_reductions  # noqa: E402
 from tests.kit.meshes import MESHES  # noqa: E402
 from tests.kit.training import Body  # noqa: E402
 from tests.kit.world import World  # noqa: E402
@@ -102,17 +102,13 @@ def trained(
     return seen, full_model_state(model, ranks="all"), full_optimizer_state(model, optimizer.optimizer)
 
 
-def reduced(how: str) -> tuple[int, Any]:
-    """How often gradients are reduced, and the run."""
-    with by_messages(), Collectives() as counted:
-        found = trained("llama", "fsdp2", every=2, accumulate=how)
-    return counted.counts["_reduce_scatter_base_"], found
-
-
 def test_gradients_may_be_reduced_once_a_step(world2: World) -> None:
     with pytest.raises(ParallelismValueError, match="accumulate must be one of 'sharded', 'unsharded'"):
         ComposerAccelerator(accumulate="both")
-    [(each, expected), _], [(once, found), _] = world2(reduced, "sharded"), world2(reduced, "unsharded")
+    (each, expected), (once, found) = (
+        world2(with_reductions, trained, "llama", "fsdp2", every=2, accumulate=how)[0]
+        for how in ("sharded", "unsharded")
+    )
     assert each == 2 * once > 0
     same_run(found, expected)
 

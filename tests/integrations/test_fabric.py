@@ -20,7 +20,7 @@ from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError 
 from composer_dist.integrations.lightning import ComposerDistFabricStrategy  # noqa: E402
 from tests.integrations.test_lightning import MODELS, WAIT, Result, same_run  # noqa: E402
 from tests.kit.compare import fails, same  # noqa: E402
-from tests.kit.measure import Collectives, by_messages  # noqa: E402
+from tests.kit.measure import with_reductions  # noqa: E402
 from tests.kit.meshes import MESHES  # noqa: E402
 from tests.kit.world import World  # noqa: E402
 
@@ -102,16 +102,11 @@ def test_two_ranks_train_as_one_process(world2: World, mesh: str, kind: str, opt
         same_run(found, expected)
 
 
-def reduced(how: str) -> tuple[int, Any]:
-    """How often gradients are reduced, and the run."""
-    with by_messages(), Collectives() as counted:
-        found = trained("llama", "fsdp2", every=2, accumulate=how)
-    return counted.counts["_reduce_scatter_base_"], found
-
-
 def test_gradients_may_be_reduced_once_a_step(world2: World) -> None:
-    [(each, expected), _] = world2(reduced, "sharded", **WAIT)
-    [(once, found), _] = world2(reduced, "unsharded", **WAIT)
+    (each, expected), (once, found) = (
+        world2(with_reductions, trained, "llama", "fsdp2", every=2, accumulate=how, **WAIT)[0]
+        for how in ("sharded", "unsharded")
+    )
     assert each == 2 * once > 0
     same_run(found, expected)
 

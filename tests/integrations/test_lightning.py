@@ -24,7 +24,7 @@ from composer_dist.integrations.lightning import ComposerDistStrategy  # noqa: E
 from tests.kit.compare import close, equal, fails, same  # noqa: E402
 from tests.kit.grids import slow  # noqa: E402
 from tests.kit.huggingface import llama, lora_llama  # noqa: E402
-from tests.kit.measure import Collectives, by_messages  # noqa: E402
+from tests.kit.measure import with_reductions  # noqa: E402
 from tests.kit.meshes import MESHES  # noqa: E402
 from tests.kit.training import Body  # noqa: E402
 from tests.kit.world import World  # noqa: E402
@@ -173,16 +173,11 @@ def test_two_ranks_train_as_one_process(world2: World, mesh: str, kind: str, opt
         same_run(found, expected)
 
 
-def reduced(how: str) -> tuple[int, Any]:
-    """How often gradients are reduced, and the run."""
-    with by_messages(), Collectives() as counted:
-        found = fitted("llama", "fsdp2", **CLIPPING, accumulate=how)
-    return counted.counts["_reduce_scatter_base_"], found
-
-
 def test_gradients_may_be_reduced_once_a_step(world2: World) -> None:
-    [(each, expected), _] = world2(reduced, "sharded", **WAIT)
-    [(once, found), _] = world2(reduced, "unsharded", **WAIT)
+    (each, expected), (once, found) = (
+        world2(with_reductions, fitted, "llama", "fsdp2", **CLIPPING, accumulate=how, **WAIT)[0]
+        for how in ("sharded", "unsharded")
+    )
     assert each == 2 * once > 0
     same_run(found, expected)
 

@@ -18,7 +18,7 @@ from tests.kit.compare import same, weights
 from tests.kit.grids import slow
 from tests.kit.hf_trainer import Ran, made, result, rows, run, same_training
 from tests.kit.huggingface import built, dropping_gpt2, llama, lora_llama, tokenizer
-from tests.kit.measure import Collectives, by_messages, losses_counted
+from tests.kit.measure import losses_counted, with_reductions
 from tests.kit.world import World
 from tests.kit.world import run as on_world
 
@@ -56,16 +56,12 @@ def test_trains_as_in_one_process(world2: World, tmp_path: Path, alone: Any, mod
         same_training(found, alone(**ACCUMULATE))
 
 
-def reductions(folder: str, how: str) -> tuple[int, Ran]:
-    """How often gradients are reduced, and the run."""
-    with by_messages(), Collectives() as counted:
-        found = run(folder, "fsdp", trainer={"accumulate": how}, **ACCUMULATE)
-    return counted.counts["_reduce_scatter_base_"], found
-
-
 def test_gradients_may_be_reduced_once_a_step(world2: World, tmp_path: Path, alone: Any) -> None:
-    [(each, _), _] = world2(reductions, str(tmp_path), "sharded", **RANKS)
-    [(once, found), _] = world2(reductions, str(tmp_path), "unsharded", **RANKS)
+    options = {**ACCUMULATE, **RANKS}
+    (each, _), (once, found) = (
+        world2(with_reductions, run, str(tmp_path), "fsdp", trainer={"accumulate": how}, **options)[0]
+        for how in ("sharded", "unsharded")
+    )
     assert each == 2 * once > 0
     same_training(found, alone(**ACCUMULATE))
 

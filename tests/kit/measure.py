@@ -45,6 +45,13 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def with_reductions(run: Callable[..., Any], *args: Any, **options: Any) -> tuple[int, Any]:
+    """How often a run reduces the gradients of sharded parameters, and what it returns."""
+    with by_messages(), Collectives() as counted:
+        found = run(*args, **options)
+    return counted.counts["_reduce_scatter_base_"], found
+
+
 class InTurn(TorchDispatchMode):
     """Has each collective end before the next operation, and gloo's thread let go of its tensors.
 

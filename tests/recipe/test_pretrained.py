@@ -24,7 +24,6 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.recipe.models import Built, build_model
 from composer_dist.recipe.schema import Run
 from composer_dist.recipe.tokenizer import byte_tokenizer
-from composer_dist.recipe.trial import check_eps
 from tests.kit.compare import fails_alike, full_each, same
 from tests.kit.huggingface import llama
 from tests.kit.world import on_ranks
@@ -252,13 +251,3 @@ def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
     save_file({"other": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ParallelismValueError, match="its files have none of the weights of a LlamaForCausal"):
         built(tmp_path)
-
-
-def test_an_eps_that_is_0_in_the_weights_dtype_is_refused() -> None:
-    """Adam would divide by it, at any learning rate."""
-    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
-    with pytest.raises(ParallelismValueError, match=r"train are float16, in which optimizer.eps=1e-08 is 0"):
-        check_eps(torch.optim.AdamW([weight]))
-    check_eps(torch.optim.AdamW([weight], eps=1e-6))
-    check_eps(torch.optim.SGD([weight]))
-    check_eps(torch.optim.AdamW([torch.nn.Parameter(weight.bfloat16())]))
