@@ -125,6 +125,8 @@ def _noting(owner: Any, name: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = args[0] if name == "set_" and args else self
+        if name == "set_" and given is self and len(args) == 1:  # torch's parametrizations do it
+            return self
         key = _key(given)
         if key in _watched and sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in own:
             if key in _freed and name in ("numpy", "__array__"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.mesh import MeshConfig
@@ -22,7 +23,7 @@ from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import clip_grad_norm, parallelize_model, summon_full_params
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.tensors.nested import Rejoined, everything_in
-from tests.kit.compare import alike, close, fails, grads
+from tests.kit.compare import alike, close, fails, grads, same_parameters
 from tests.kit.world import on_ranks
 
 pytestmark = pytest.mark.promise(104)
@@ -505,6 +506,45 @@ def test_a_value_set_through_data_is_refused_and_one_moved_or_copied_is_not(step
     with fails(ParallelismRuntimeError, "cannot share its memory", "on a copy that is not prepared"):
         model.share_memory()  # the process crashed
     assert torch.equal(model[1].weight.full_tensor(), before)
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.scale
+
+
+class Adapted(Block):
+    """Replaces its weight for the time of a forward, as peft does for `target_parameters`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.linear, "weight", Scaled(self.gain))
+        with parametrize.cached():
+            out = super().forward(x)
+        parametrize.remove_parametrizations(self.linear, "weight", leave_parametrized=False)
+        return out
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("config", [FSDP2Config(), DDPConfig()])
+def test_a_weight_that_is_parametrized_in_a_forward_alone_trains_as_on_one_process(config: Any) -> None:
+    """torch sets it to itself, which autograd counts as a change in place."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapted(), Adapted(), nn.Linear(4, 1))
+    alone = copy.deepcopy(model)
+    parallelize_model(model, config)
+    for _ in range(2):
+        x = torch.randn(2, 4)
+        for one in (model, alone):
+            one(x).square().mean().backward()
+    same_parameters(model, alone, gradients=True)
 
 
 class NormedBlock(Normed):
