@@ -252,7 +252,8 @@ def _fit_vocabulary(model: Any, tokens: int, allow_resizing: bool) -> None:
     if not allow_resizing:
         raise ParallelismValueError(
             f"The tokenizer has {tokens} tokens, but the model's embedding only {vocabulary}. Use the "
-            "model's own tokenizer, or HuggingFaceModel(allow_embedding_resizing=True) to enlarge it."
+            "model's own tokenizer, raise vocab_size in the model's configuration if its weights are to be "
+            "initialized, or enlarge it: HuggingFaceModel(allow_embedding_resizing=True)."
         )
     model.resize_token_embeddings(tokens)
 

@@ -15,6 +15,7 @@ from composer_dist.trainer import State
 from composer_dist.trainer.evaluation import fresh_metrics
 from tests.kit import models
 from tests.kit.compare import close, fails_alike, same, weights
+from tests.kit.grids import crossed
 from tests.kit.training import quiet
 from tests.kit.world import World, on_ranks
 
@@ -91,9 +92,11 @@ def initialize(partly: bool, how: str) -> dict[str, Any]:
     return {"units": [unit.name for unit in trainer.preparation.plan.units], "weights": weights(model)}
 
 
-@pytest.mark.parametrize("how", ["real", "meta", "mixed"])
-@pytest.mark.parametrize(
-    ("partly", "units"), [(False, ["", "module.0"]), (True, ["", "module.0", "module.1"])]
+@crossed(
+    {
+        "how": ["real", "meta", "mixed"],
+        "partly, units": [(False, ["", "module.0"]), (True, ["", "module.0", "module.1"])],
+    }
 )
 def test_tied_parameters_are_sharded_once_and_stay_tied_through_a_fit(
     world2: World, partly: bool, units: list[str], how: str

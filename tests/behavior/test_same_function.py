@@ -934,9 +934,9 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 """What else is done to the model."""
 QUICK = [(mode, precision, "") for mode in MODES for precision in (None, "amp_bf16")]
-SPARSE = {("HSDP", None): 4, ("HSDP", "amp_bf16"): 8, ("FSDP2", "amp_bf16"): 4, ("DDP", "amp_bf16"): 4}
-SPARSE |= {("DDP", None): 2, ("TP", None): 8, ("TP", "amp_bf16"): 2}
-"""Where the default run has every second, fourth or eighth case only: FSDP2 in fp32 has them all."""
+SPARSE = {("HSDP", None): 8, ("HSDP", "amp_bf16"): 16, ("FSDP2", "amp_bf16"): 8, ("DDP", "amp_bf16"): 8}
+SPARSE |= {("DDP", None): 4, ("TP", None): 8, ("TP", "amp_bf16"): 8}
+"""Where the default run has every fourth, eighth or sixteenth case only: FSDP2 in fp32 has them all."""
 SLOW = [("FSDP2", precision, extra) for precision in (None, "amp_bf16") for extra in EXTRAS if extra]
 SLOW += [
     (mode, precision, extra)

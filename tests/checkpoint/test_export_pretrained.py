@@ -30,6 +30,7 @@ from composer_dist.models import HuggingFaceModel
 from tests.kit import huggingface as hf
 from tests.kit.compare import fails_alike
 from tests.kit.files import files, tensors
+from tests.kit.grids import crossed
 from tests.kit.meshes import BY_WORLD, PLACES
 from tests.kit.world import World, on_ranks, run
 
@@ -65,8 +66,7 @@ def export(kind: str, path: Path, wrapped: bool, max_shard_size: str) -> None:
 
 
 @pytest.mark.promise(96)
-@pytest.mark.parametrize("max_shard_size", ["5GB", "4KB"])
-@pytest.mark.parametrize("kind", BUILDS)
+@crossed({"max_shard_size": ["5GB", "4KB"], "kind": BUILDS})
 def test_transformers_loads_it(world2: World, tmp_path: Path, kind: str, max_shard_size: str) -> None:
     world2(export, kind, tmp_path, True, max_shard_size)
     auto = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM

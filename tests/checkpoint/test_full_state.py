@@ -24,6 +24,7 @@ from composer_dist.errors import (
     ParallelismValueError,
 )
 from tests.kit.compare import close, equal, fails_alike, tensors_of
+from tests.kit.grids import crossed
 from tests.kit.huggingface import gpt2
 from tests.kit.measure import messages
 from tests.kit.meshes import MESHES
@@ -42,8 +43,7 @@ def prepared(model: nn.Module, mesh: str) -> nn.Module:
 
 
 @pytest.mark.promise(42)
-@pytest.mark.parametrize("ranks", ["zero", "all"])
-@pytest.mark.parametrize("mesh", ["one", "fsdp", DDP, "hsdp"])
+@crossed({"ranks": ["zero", "all"], "mesh": ["one", "fsdp", DDP, "hsdp"]})
 @on_ranks(lambda mesh, **_: RANKS[mesh])
 def test_rank_0_or_all_ranks_get_the_plain_state_dict(mesh: str, ranks: Any) -> None:
     state = full_model_state(prepared(stateful(), mesh), ranks=ranks)
@@ -108,8 +108,7 @@ def test_what_is_not_selected_is_not_gathered() -> None:
 
 
 @pytest.mark.promise(42)
-@pytest.mark.parametrize("bucket_bytes", [1, 64, 200, 1000])
-@pytest.mark.parametrize("size", [2, 4])
+@crossed({"bucket_bytes": [1, 64, 200, 1000], "size": [2, 4]})
 @on_ranks("size")
 def test_buckets_of_any_size_give_the_same(size: int, bucket_bytes: int) -> None:
     state, sent = count_gathers(None, bucket_bytes)

@@ -23,6 +23,7 @@ from composer_dist.checkpoint import latest_checkpoint, load_checkpoint, load_pr
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
 from composer_dist.files.checkpoint_format import StoredFile
 from composer_dist.files.torch_save import seal_of
+from tests.kit.grids import crossed
 from tests.kit.toy import stateful
 
 pytestmark = pytest.mark.promise(107)
@@ -107,8 +108,7 @@ def test_a_link_out_of_a_checkpoint_is_refused(tmp_path: Path, name: str) -> Non
             load(path)
 
 
-@pytest.mark.parametrize("kind", ["fifo", "directory", "loop"])
-@pytest.mark.parametrize("name", ["checkpoint.json", ".metadata", "__0_"])
+@crossed({"kind": ["fifo", "directory", "loop"], "name": ["checkpoint.json", ".metadata", "__0_"]})
 def test_what_is_no_regular_file_is_refused_and_skipped(tmp_path: Path, name: str, kind: str) -> None:
     good, path = saved(tmp_path / "1"), saved(tmp_path / "2", seed=1)
     file = next(file for file in path.iterdir() if file.name.startswith(name))

@@ -22,6 +22,7 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismError
 from composer_dist.files import checked as checked_file
+from tests.kit.grids import crossed
 from tests.kit.toy import stateful
 from tests.kit.world import PRELOAD, on_ranks
 
@@ -142,8 +143,7 @@ def test_the_end_of_the_program_leaves_no_torn_checkpoint(
         assert (second == 0) == (how in ("both end", "the group is destroyed first"))
 
 
-@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
-@pytest.mark.parametrize(("where", "asynchronous"), [("copying", True), ("writing", False)])
+@crossed({"ranks": [[0], [1], [0, 1]], "where, asynchronous": [("copying", True), ("writing", False)]})
 @on_ranks(2)
 def test_ctrl_c_within_the_call_abandons_the_save_everywhere(
     tmp_path: Path, where: str, asynchronous: bool, ranks: list[int]

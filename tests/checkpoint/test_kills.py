@@ -110,7 +110,7 @@ def sweep(folder: Path, name: str, every: int) -> None:
 
 
 @pytest.mark.promise(59)
-@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [37, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SAVES)
 def test_the_newest_complete_checkpoint_survives(tmp_path: Path, name: str, every: int) -> None:
     context = multiprocessing.get_context("forkserver")

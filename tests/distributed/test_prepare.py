@@ -42,7 +42,7 @@ from composer_dist.errors import (
     ParallelismValueError,
 )
 from tests.kit.compare import close, fails, fails_alike, full, same, values
-from tests.kit.grids import in_the_default_run
+from tests.kit.grids import crossed, in_the_default_run
 from tests.kit.meshes import config
 from tests.kit.toy import Toy, built, tokens, train
 from tests.kit.world import WorkerError, on_ranks, run
@@ -235,8 +235,7 @@ def test_what_fails_later_on_one_rank_makes_the_model_unusable_on_all(stage: str
     assert re.fullmatch(rf"Rank {failing}: MemoryError: no room \(at '[\w ]+'\)", text)
 
 
-@pytest.mark.parametrize("interrupted", [0, 1])
-@pytest.mark.parametrize("where", ["policy", "init", "delivery"])
+@crossed({"interrupted": [0, 1], "where": ["policy", "init", "delivery"]})
 def test_ctrl_c_on_one_rank_ends_the_others_too(where: str, interrupted: int) -> None:
     results = run(fails_at, 2, where, interrupted, KeyboardInterrupt())
     assert results[interrupted] == (KeyboardInterrupt, "")

@@ -28,6 +28,7 @@ from composer_dist.distributed.forwards import is_checkpointed, is_compiled
 from composer_dist.distributed.weights.initialize import assert_no_meta
 from composer_dist.errors import ParallelismError, ParallelismKeyError, ParallelismValueError
 from tests.kit.compare import close, fails_alike, same, values
+from tests.kit.grids import crossed
 from tests.kit.meshes import config
 from tests.kit.toy import Buffers, Kinds, Toy, built, train
 from tests.kit.world import on_ranks
@@ -48,8 +49,7 @@ def test_libraries_imported_while_a_model_is_built_do_not_log_of_other_machines(
 
 
 @pytest.mark.promise(87)
-@pytest.mark.parametrize("name", ["Toy", "Kinds"])
-@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 2)])
+@crossed({"name": ["Toy", "Kinds"], "ranks, replicas": [(1, 1), (2, 1), (4, 2)]})
 @on_ranks("ranks")
 def test_shard_then_meta_init(name: str, ranks: int, replicas: int) -> None:
     with init_context():
@@ -68,9 +68,9 @@ def test_shard_then_meta_init(name: str, ranks: int, replicas: int) -> None:
 
 
 @pytest.mark.promise(80)
-@pytest.mark.parametrize("name", ["Toy", "Kinds", "Buffers"])
-@pytest.mark.parametrize("others", ["meta", "cpu"])
-@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
+@crossed(
+    {"name": ["Toy", "Kinds", "Buffers"], "others": ["meta", "cpu"], "ranks, replicas": [(2, 1), (4, 2)]}
+)
 @on_ranks("ranks")
 def test_shard_then_sync(name: str, others: str, ranks: int, replicas: int) -> None:
     first = dist.get_rank() == 0

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import same, weights
+from tests.kit.grids import crossed
 from tests.kit.hf_trainer import Ran, made, result, run, same_training
 from tests.kit.huggingface import llama, lora, lora_llama, tokenizer
 from tests.kit.quantized import NF4, quantize
@@ -141,15 +142,13 @@ def test_the_reward_and_kto_trainers_train_as_in_one_process(
             same_training(found, alone(how, model, optim="sgd"))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("how", ["sft", "dpo"])
+@crossed({"mode": MODES, "how": ["sft", "dpo"]})
 def test_trains_as_in_one_process(world2: World, tmp_path: Path, alone: Any, mode: str, how: str) -> None:
     for found in world2(tuned, str(tmp_path), MODES[mode], how, **RANKS):
         same_training(found, alone(how, llama))
 
 
-@pytest.mark.parametrize("how", ["sft", "dpo"])
-@pytest.mark.parametrize("model", [lora_llama, pytest.param(nf4_lora, marks=NF4)])
+@crossed({"how": ["sft", "dpo"], "model": [lora_llama, pytest.param(nf4_lora, marks=NF4)]})
 def test_trains_adapters_as_in_one_process(
     world2: World, tmp_path: Path, alone: Any, how: str, model: Any
 ) -> None:

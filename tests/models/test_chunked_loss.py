@@ -1,5 +1,6 @@
 """Models that train without all of their logits, in every way of training, against the plain loss."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -76,15 +77,16 @@ MODES: dict[str, tuple[int, Any, Any]] = {
     "compiled": (2, hf.llama, config(compile={"backend": "aot_eager"})),
     "recomputed": (2, hf.llama, config(activation_checkpointing=True)),
 }
-FIRST = (
-    "fsdp",
-    "the head is a unit, resharded",
-    "tp, lora on the head",
-    "loss parallel",
-    "cp",
-    "ddp",
-    "ddp, unused parameters are searched",
-    "compiled",
+FIRST: tuple[tuple[str, int], ...] = (
+    ("fsdp", 5),
+    ("the head is a unit, resharded", True),
+    ("tp, lora on the head", 5),
+    ("loss parallel", 5),
+    ("loss parallel", True),
+    ("cp", 5),
+    ("ddp", True),
+    ("ddp, unused parameters are searched", 5),
+    ("compiled", True),
 )
 
 
@@ -95,8 +97,9 @@ def rows() -> dict[str, Any]:
     return {"input_ids": ids, "labels": labels, "use_cache": False, "num_items_in_batch": items}
 
 
-@pytest.mark.parametrize("mode", in_the_default_run(*FIRST, among=MODES))
-@pytest.mark.parametrize("positions", [5, True], ids=["by 5 positions", "in one piece"])
+@pytest.mark.parametrize(
+    ("mode", "positions"), in_the_default_run(*FIRST, among=itertools.product(MODES, (5, True)))
+)
 @on_ranks(lambda mode, positions: MODES[mode][0], timeout=120)
 def test_gradients_are_those_of_the_plain_loss(mode: str, positions: int) -> None:
     """Two steps; a rank's sum over its rows is divided by the number of all ranks' labels."""

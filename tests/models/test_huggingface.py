@@ -22,7 +22,7 @@ from composer_dist.models.metrics import LanguagePerplexity
 from tests.kit import huggingface as hf
 from tests.kit.compare import equal, part_of, same, same_parameters
 from tests.kit.decoder import token_batch
-from tests.kit.grids import slow
+from tests.kit.grids import crossed, slow
 from tests.kit.world import on_ranks
 from tests.zoo import toy
 
@@ -237,8 +237,7 @@ def test_an_adapter_on_a_meta_base_is_on_meta_too(kind: str) -> None:
 
 
 @pytest.mark.promise(92)
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("kind", ["lora", "dora", "modules_to_save", "bias_lora_only", "adalora"])
+@crossed({"wrapped": [False, True], "kind": ["lora", "dora", "modules_to_save", "bias_lora_only", "adalora"]})
 @on_ranks(2)
 def test_the_same_from_shards(kind: str, wrapped: bool) -> None:
     model, expected = adapted_base(kind), dict(adapted_base(kind).state_dict())

@@ -13,7 +13,7 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import DPOModel, PreferenceAccuracy
 from composer_dist.trainer import DistributedDataLoader, InMemoryLogger, PadPreferences, PreferenceTokenizer
 from tests.kit.chat import chat_tokenizer
-from tests.kit.grids import slow
+from tests.kit.grids import crossed, slow
 from tests.kit.huggingface import built, llama
 from tests.kit.preferences import PREFERENCES, adapted, of_trl, train_a_little
 from tests.kit.world import World
@@ -25,8 +25,7 @@ def batch_of(tokenizer: Any, rows: Any = PREFERENCES) -> Any:
     return PadPreferences(tokenizer.pad_token_id)(PreferenceTokenizer(tokenizer).map(rows))
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo"])
-@pytest.mark.parametrize("beta", [0.1, 2.0])
+@crossed({"loss": ["sigmoid", "hinge", "ipo"], "beta": [0.1, 2.0]})
 def test_losses_and_gradients_are_those_of_trl(loss: Any, beta: float, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="an extra")
     tokenizer = chat_tokenizer()

@@ -18,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from composer_dist.trainer import CheckpointSaver
 from tests.kit.compare import same, weights
+from tests.kit.grids import crossed
 from tests.kit.scripts.killable import GLOBAL_BATCH, SAMPLES, Ending, build
 from tests.kit.training import At, raising
 from tests.kit.world import World
@@ -59,8 +60,7 @@ def terminated(folder: Path, rank: int, parallel: bool, during: int) -> None:
 
 
 @pytest.mark.promise(100)
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("during", [4, 5])  # in an epoch, and in its last batch
+@crossed({"parallel": [False, True], "during": [4, 5]})
 def test_sigterm_saves_and_ends_all_ranks(world2: World, tmp_path: Path, parallel: bool, during: int) -> None:
     if parallel:
         world2(terminated, tmp_path / "run", 1, True, during)

@@ -9,10 +9,8 @@ from tests.kit.world import run
 from tests.zoo.planned import ARCHITECTURES, WAYS, held_by_plan_and_rank, sent_by_plan_and_rank
 
 MODELS = ("llama", "gpt2", "mixtral")
-HELD = [("FSDP2", "mixtral"), ("HSDP", "gpt2"), ("DDP", "gpt2"), ("TP", "mixtral"), ("FSDP2 x TP", "llama")]
-HELD += [("CP", "llama"), ("LoRA", "gpt2"), ("QLoRA", "llama")]
-SENT = [("FSDP2", "gpt2"), ("HSDP", "mixtral"), ("DDP", "mixtral"), ("TP", "llama"), ("FSDP2 x TP", "gpt2")]
-SENT += [("CP", "gpt2")]
+HELD = [("FSDP2", "mixtral"), ("DDP", "gpt2"), ("FSDP2 x TP", "llama"), ("CP", "llama"), ("QLoRA", "llama")]
+SENT = [("HSDP", "mixtral"), ("DDP", "mixtral"), ("TP", "llama"), ("CP", "gpt2")]
 
 
 def ranks_of(way: str, name: str, usual: list[tuple[str, str]]) -> int:

@@ -9,6 +9,7 @@ whole. This costs two small forwards per model.
 
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -77,6 +78,7 @@ class _Trace:
     refused: str = ""
     """The first reason why the model cannot be split."""
     _inside: list[str] = field(default_factory=list)
+    _passes: Counter[str] = field(default_factory=Counter)
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -110,11 +112,10 @@ class _Trace:
 
     def _note(self, place: str, tensor: Tensor, dim: int) -> None:
         tensor = local_part(tensor)
+        passed = self._passes[place]
+        self._passes[place] += 1  # also of what has no positions, or has as many by chance
         if tensor.shape[dim] != (self.layout.local_length if self.part else self.layout.length):
             return
-        passed = 0
-        while (place, passed) in self.steps:
-            passed += 1
         self.steps[place, passed] = tensor.clone() if self.part else self.layout.part_of(tensor, dim)
 
     def _attend(self, call: AttentionCall) -> Tensor:

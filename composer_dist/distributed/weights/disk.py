@@ -119,7 +119,7 @@ class Pretrained:
             return [index.pack(), [astuple(file) for file in stored]]
 
         post = [structure.digest, here.name if here.is_file() else ""]
-        found = agreement.reach("the checkpoint's headers", post, decide)
+        found = agreement.reach("the headers of the weights", post, decide)
         if found is None:
             return None
         index, stored = Index.unpack(found[0]), [StoredFile(*facts) for facts in found[1]]
@@ -127,6 +127,8 @@ class Pretrained:
         matched: list[Match] = []
 
         def match_them() -> None:
+            if not here.exists():
+                raise CheckpointValueError(f"There is no file or directory {here} on this rank's host.")
             _check_dense(structure, index, here)
             matched.append(match_names(structure, index.tensors, here, index.adapter))
             matched[0].check(structure, index.entries, strict, here)
@@ -145,8 +147,9 @@ class Pretrained:
 
     def warnings(self) -> list[str]:
         """What did not match, for callers with strict=False."""
+        kept = "which are initialized if they are on meta, and keep their values otherwise"
         found = {
-            f"{self.root} lacks these, which keep their values or are initialized": self.match.missing,
+            f"{self.root} lacks these, {kept}": self.match.missing,
             f"The model lacks these, which {self.root} has": self.match.unexpected,
         }
         return [f"{what}: {listed(names, 10)}." for what, names in found.items() if names]

@@ -14,6 +14,7 @@ import pytest
 from composer_dist.checkpoint.storage import lock as folder_lock
 from composer_dist.checkpoint.storage.lock import FolderLock
 from composer_dist.errors import CheckpointRuntimeError, ParallelismValueError
+from tests.kit.grids import slow
 from tests.kit.scripts.locking import NO_LOCKS, holding, started
 
 ON = pytest.mark.parametrize("storage", [(), ("without",)], ids=["with locks", "without locks"])
@@ -63,8 +64,9 @@ def test_a_forked_child_does_not_hold_it_beyond_the_owners_end(tmp_path: Path, s
     assert os.listdir(tmp_path) == []
 
 
-@ON
-@pytest.mark.parametrize("dead", [False, True])
+@pytest.mark.parametrize(
+    ("storage", "dead"), [((), True), (("without",), False), slow((), False), slow(("without",), True)]
+)
 def test_of_several_that_start_at_once_one_gets_it(tmp_path: Path, storage: Any, dead: bool) -> None:
     if dead:
         with holding(tmp_path, *storage):

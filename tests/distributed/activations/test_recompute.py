@@ -21,6 +21,7 @@ from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.distributed.forwards import is_checkpointed
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError, ParallelismValueError
 from tests.kit.compare import same, same_parameters
+from tests.kit.grids import crossed
 from tests.kit.huggingface import dropping_gpt2, llama
 from tests.kit.meshes import mine
 from tests.kit.models import B, batch
@@ -64,8 +65,7 @@ def test_every_mode_gives_the_same_gradients_under_the_same_names(value: Any) ->
 
 @pytest.mark.promise(26)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by the compiler
-@pytest.mark.parametrize("mode", ["composable", "wrapped"])
-@pytest.mark.parametrize("whole", [False, True])
+@crossed({"mode": ["composable", "wrapped"], "whole": [False, True]})
 def test_models_and_blocks_that_the_user_has_compiled(mode: str, whole: bool) -> None:
     plain = B()
     model = copy.deepcopy(plain)
@@ -305,8 +305,7 @@ def t5() -> nn.Module:
 
 
 @pytest.mark.promise(26)
-@pytest.mark.parametrize("build", [t5, llama, dropping_gpt2])
-@pytest.mark.parametrize("mode", ["composable", "wrapped"])
+@crossed({"build": [t5, llama, dropping_gpt2], "mode": ["composable", "wrapped"]})
 def test_models_with_a_cache_recompute_the_same(build: Any, mode: Any) -> None:
     model = build().train()
     plain = copy.deepcopy(model)

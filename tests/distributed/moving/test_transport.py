@@ -24,7 +24,7 @@ from composer_dist.distributed.moving.transport import Transport
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismError
 from tests.kit.compare import alike, fails_alike, full, same, values
-from tests.kit.grids import slow
+from tests.kit.grids import crossed, slow
 from tests.kit.measure import profiled
 from tests.kit.meshes import awkward_tensors, cargoes_of, config
 from tests.kit.toy import built
@@ -34,8 +34,7 @@ from tests.kit.world import _host_store, on_ranks
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 1), (4, 2)])
+@crossed({"device": ["cpu", "meta"], "ranks, replicas": [(2, 1), (4, 1), (4, 2)]})
 @on_ranks("ranks")
 def test_both_ways_bring_the_same(ranks: int, replicas: int, device: str) -> None:
     found = {}

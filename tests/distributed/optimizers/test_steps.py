@@ -28,6 +28,7 @@ from composer_dist.distributed.optimizers import steps
 from composer_dist.distributed.training.gradients import accumulate
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit.compare import close, fails, full, weights
+from tests.kit.grids import crossed
 from tests.kit.toy import built
 from tests.kit.world import on_ranks
 
@@ -178,8 +179,7 @@ STATEFUL: dict[str, Callable[..., Optimizer]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("name", STATEFUL)
+@crossed({"foreach": [False, True], "name": STATEFUL})
 def test_torch_s_optimizers_compute_with_the_parts_of_cut_and_whole_parameters(
     name: str, foreach: bool
 ) -> None:

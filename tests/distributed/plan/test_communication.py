@@ -18,7 +18,7 @@ from composer_dist.distributed.plan.topology import Algorithm, Topology
 from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import fails
 from tests.kit.estimates import planned_and_real_traffic
-from tests.kit.grids import slow
+from tests.kit.grids import in_the_default_run, slow
 from tests.kit.models import VOCABULARY, B
 from tests.kit.quantized import quantize
 from tests.kit.world import on_ranks
@@ -62,13 +62,14 @@ SHARDED: dict[str, Callable[[], ParallelismConfig]] = {
     "whole norm": lambda: config(rules=[Rule("norm", shard=False)]),
     "blocks only": lambda: config(rules=[Rule("re:layers.[0-9]", shard=True)]),
 }
+OFTEN = ("hsdp", "replicas", "selective", "kept", "in pairs", "whole norm")
 
 
 def ranks_of(kind: str) -> int:
     return 4 if kind in ("hsdp", "in pairs") else 2
 
 
-@pytest.mark.parametrize("kind", SHARDED)
+@pytest.mark.parametrize("kind", in_the_default_run(*OFTEN, among=SHARDED))
 @on_ranks(ranks_of)
 def test_fsdp2_sends_what_the_plan_says(kind: str) -> None:
     mixed = None if kind in ("whole norm", "blocks only") else "amp_bf16"
@@ -86,7 +87,7 @@ class Adapted(Buffered):
             trained.requires_grad_(True)
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "hsdp", "recomputed"])
+@pytest.mark.parametrize("kind", [slow("fsdp2"), "hsdp", slow("recomputed")])
 @on_ranks(ranks_of)
 def test_frozen_parameters_are_gathered_and_not_reduced(kind: str) -> None:
     planned, sent = planned_and_sent(Adapted, SHARDED[kind]())
@@ -115,10 +116,9 @@ def test_quantized_parameters_are_gathered_as_they_are() -> None:
     ("precision", "options"),
     [
         (None, {"bucket_cap_mb": 0.001}),
-        (None, {"find_unused_parameters": True}),
-        ("amp_bf16", {}),
-        *(slow(None, {}), slow("amp_bf16", {"bucket_cap_mb": 0.001})),
-        slow("amp_bf16", {"find_unused_parameters": True}),
+        ("amp_bf16", {"find_unused_parameters": True}),
+        *(slow(None, {}), slow("amp_bf16", {"bucket_cap_mb": 0.001}), slow("amp_bf16", {})),
+        slow(None, {"find_unused_parameters": True}),
     ],
 )
 @on_ranks(2)

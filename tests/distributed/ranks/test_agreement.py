@@ -26,6 +26,7 @@ from composer_dist.errors import (
     ParallelismValueError,
 )
 from tests.kit.compare import fails_alike
+from tests.kit.grids import crossed
 from tests.kit.world import WorkerError, on_ranks, run
 
 pytestmark = pytest.mark.promise(108)
@@ -184,8 +185,7 @@ def test_the_limit_is_that_of_the_process_group() -> None:
     assert Agreement().timeout.total_seconds() == 45
 
 
-@pytest.mark.parametrize("interrupted", [0, 1])
-@pytest.mark.parametrize("where", ["body", "wait", "collective", "outside"])
+@crossed({"interrupted": [0, 1], "where": ["body", "wait", "collective", "outside"]})
 def test_ctrl_c_on_one_rank_leaves_nobody_waiting(interrupted: int, where: str) -> None:
     results = run(interrupting, 2, interrupted, where)
     assert results[interrupted] == (KeyboardInterrupt, "")

@@ -10,6 +10,7 @@ from torch.optim import Adam
 from composer_dist.distributed import parallelize_model
 from tests.kit import models
 from tests.kit.compare import alike, close
+from tests.kit.grids import crossed
 from tests.kit.meshes import ddp, mine
 from tests.kit.models import M
 from tests.kit.world import on_ranks
@@ -18,8 +19,7 @@ pytestmark = pytest.mark.promise(104)
 
 
 @pytest.mark.promise(61)
-@pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
-@pytest.mark.parametrize("mixed_precision", ["DEFAULT", "PURE"])
+@crossed({"precision": ["amp_bf16", "amp_fp16"], "mixed_precision": ["DEFAULT", "PURE"]})
 @on_ranks(2)
 def test_mixed_precision_is_autocast_with_full_parameters(precision: str, mixed_precision: str) -> None:
     torch.manual_seed(2)

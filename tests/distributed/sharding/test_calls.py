@@ -24,6 +24,7 @@ from composer_dist.distributed import clip_grad_norm, parallelize_model, summon_
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.tensors.nested import Rejoined, everything_in
 from tests.kit.compare import alike, close, fails, grads, same_parameters
+from tests.kit.grids import crossed
 from tests.kit.world import on_ranks
 
 pytestmark = pytest.mark.promise(104)
@@ -160,8 +161,9 @@ def test_what_stays_gathered_after_a_forward_follows_a_step(reshard: bool | int)
         first.backward()
 
 
-@pytest.mark.parametrize(("reshard", "name"), [(True, "gain"), (False, "gain"), (False, "block.weight")])
-@pytest.mark.parametrize("again", [False, True])
+@crossed(
+    {"reshard, name": [(True, "gain"), (False, "gain"), (False, "block.weight")], "again": [False, True]}
+)
 @on_ranks(2)
 def test_changes_through_data_of_what_stays_gathered_after_a_forward_are_in_the_next(
     reshard: bool, name: str, again: bool

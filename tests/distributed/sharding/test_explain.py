@@ -22,6 +22,7 @@ from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import parallelize_model, unparallelize_model
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from tests.kit.compare import close, fails, grads, weights
+from tests.kit.grids import crossed
 from tests.kit.huggingface import llama
 from tests.kit.world import on_ranks
 
@@ -271,8 +272,7 @@ def _refuses_to_resize(model: Any) -> None:
     assert len(model.model.embed_tokens.weight) == 50
 
 
-@pytest.mark.parametrize("mode", ["fsdp2", "tp"])
-@pytest.mark.parametrize("traced", [False, True])
+@crossed({"mode": ["fsdp2", "tp"], "traced": [False, True]})
 @on_ranks(2)
 def test_what_torch_jit_has_compiled_is_not_cut(traced: bool, mode: str) -> None:
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ from torch.nn import functional
 from composer_dist import FSDP2Config
 from composer_dist.distributed import parallelize_model
 from tests.kit.compare import close, grads, weights
+from tests.kit.grids import crossed
 from tests.kit.world import on_ranks
 
 pytestmark = pytest.mark.promise(104)
@@ -60,8 +61,7 @@ def test_penalties() -> None:
         close(grads(model), grads(alone))
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("penalty_first", [False, True])
+@crossed({"foreach": [False, True], "penalty_first": [False, True]})
 @on_ranks(2)
 def test_they_add_to_gradients_of_parameters_with_fewer_rows_than_ranks(
     penalty_first: bool, foreach: bool

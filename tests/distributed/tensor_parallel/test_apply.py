@@ -34,7 +34,7 @@ from composer_dist.errors import ParallelismError, ParallelismRuntimeError, Para
 from composer_dist.structure.structure import read_structure
 from tests.kit.compare import close, fails, part_of, same
 from tests.kit.decoder import Decoder, UnevenMlp, loss_of, token_batch
-from tests.kit.grids import slow
+from tests.kit.grids import crossed, slow
 from tests.kit.huggingface import gpt2, llama, lora_gpt2, lora_llama, mixtral, phi3, qwen3, tied_llama
 from tests.kit.measure import Collectives
 from tests.kit.toy import built
@@ -207,8 +207,7 @@ def test_sequence_and_loss_parallel_and_checkpointing_equal_the_reference(
     assert "Tensor parallel" not in train(make, config(**options))
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(2, "auto"), (4, "messages")])
-@pytest.mark.parametrize("make", [Decoder, gpt2])
+@crossed({"ranks, transport": [(2, "auto"), (4, "messages")], "make": [Decoder, gpt2]})
 @on_ranks("ranks")
 def test_weights_come_from_rank_0_or_from_initializers_bit_for_bit(
     make: Make, ranks: int, transport: Any

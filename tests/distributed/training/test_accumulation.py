@@ -11,6 +11,7 @@ from composer_dist._torch import fsdp_params
 from composer_dist.distributed import accumulate, accumulated_bytes, parallelize_model
 from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import close, grads
+from tests.kit.grids import crossed
 from tests.kit.measure import Collectives, by_messages
 from tests.kit.meshes import MESHES, mine
 from tests.kit.toy import built
@@ -41,8 +42,7 @@ def inputs() -> Tensor:
 
 
 @pytest.mark.promise(99)
-@pytest.mark.parametrize("how", ["sharded", "unsharded"])
-@pytest.mark.parametrize(("kind", "ranks"), [("fsdp2", 2), ("hsdp", 4), ("ddp", 2)])
+@crossed({"how": ["sharded", "unsharded"], "kind, ranks": [("fsdp2", 2), ("hsdp", 4), ("ddp", 2)]})
 @on_ranks("ranks")
 def test_microbatches_accumulate_to_the_batchs_gradients(kind: str, ranks: int, how: Any) -> None:
     single, model = built(Model), built(Model)

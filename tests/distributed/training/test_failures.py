@@ -9,6 +9,7 @@ from torch import nn
 from composer_dist import FSDP2Config, MeshConfig, ParallelismConfig
 from composer_dist.distributed import parallelize_model
 from tests.kit.compare import close, grads
+from tests.kit.grids import crossed
 from tests.kit.meshes import mine
 from tests.kit.training import recovers
 from tests.kit.world import on_ranks
@@ -25,8 +26,7 @@ WAYS = {
 
 
 @recovers
-@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
-@pytest.mark.parametrize("way", WAYS)
+@crossed({"error": [KeyboardInterrupt, torch.OutOfMemoryError], "way": WAYS})
 @on_ranks(2)
 def test_a_backward_that_raised_is_forgotten(way: str, error: type[BaseException]) -> None:
     blocks = [nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 2)]

@@ -15,6 +15,7 @@ from composer_dist.distributed.prepared import named_parameters_canonical
 from tests.kit import huggingface
 from tests.kit.compare import same, values
 from tests.kit.decoder import Decoder, token_batch
+from tests.kit.grids import crossed
 from tests.kit.meshes import MESHES
 from tests.kit.models import B, batch
 from tests.kit.toy import Toy, built
@@ -74,8 +75,7 @@ def test_clean_models_are_ok_and_stay_as_they_are(ranks: int, config: Any, name:
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("name", ["tied", "llama"])
-@pytest.mark.parametrize("mesh", ["fsdp2", "ddp"])
+@crossed({"name": ["tied", "llama"], "mesh": ["fsdp2", "ddp"]})
 @on_ranks(2)
 def test_low_precision_is_within_its_tolerance(mesh: str, name: str) -> None:
     build, inputs = MODELS[name]

@@ -47,7 +47,7 @@ from composer_dist.structure.structure import read_structure
 from composer_dist.tensors.blueprint import Blueprint
 from tests.kit.compare import close, fails_alike, same, values
 from tests.kit.files import saved
-from tests.kit.grids import in_the_default_run, slow
+from tests.kit.grids import crossed, in_the_default_run, slow
 from tests.kit.huggingface import gpt2, llama, phi3, qwen3, tied_llama
 from tests.kit.measure import profiled
 from tests.kit.meshes import config, mesh
@@ -138,16 +138,17 @@ def wrapped() -> Any:
     return HuggingFaceModel(gpt2())
 
 
-@pytest.mark.parametrize("shard_size", ["5GB", "4KB"])
-@pytest.mark.parametrize(
-    ("make", "original", "dtype"),
-    [
-        (gpt2, gpt2, torch.float32),
-        (llama, llama, torch.float32),
-        (wrapped, gpt2, torch.float32),
-        (llama_base, llama, torch.float32),
-        (llama, llama, torch.bfloat16),
-    ],
+@crossed(
+    {
+        "shard_size": ["5GB", "4KB"],
+        "make, original, dtype": [
+            (gpt2, gpt2, torch.float32),
+            (llama, llama, torch.float32),
+            (wrapped, gpt2, torch.float32),
+            (llama_base, llama, torch.float32),
+            (llama, llama, torch.bfloat16),
+        ],
+    }
 )
 @on_ranks(2)
 def test_transformers_directories_give_what_from_pretrained_gives(
@@ -290,6 +291,9 @@ def test_ranks_that_see_other_contents_of_the_same_size_are_told(tmp_path: Path)
     if rank == 1:
         path = path.rename(own / "other.safetensors")
     refused(CheckpointValueError, "given different weights: other.safetensors, toy.safet", weights=path)
+    if rank == 1:
+        path.unlink()
+    refused(CheckpointValueError, "Rank 1: There is no", "rank1/other.safetensors on this rank", weights=path)
 
 
 @on_ranks(2)

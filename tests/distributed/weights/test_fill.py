@@ -15,6 +15,7 @@ from composer_dist.distributed.weights.fill import deal_out
 from composer_dist.distributed.weights.initialize import Component
 from composer_dist.distributed.weights.trace import Initializer
 from tests.kit.compare import same, values
+from tests.kit.grids import crossed
 from tests.kit.measure import profiled
 from tests.kit.meshes import config
 from tests.kit.toy import built
@@ -35,8 +36,7 @@ def test_components_are_dealt_out_by_size() -> None:
     assert "f" in {c.tensors[0] for c in dealt[4]}
 
 
-@pytest.mark.parametrize("on_meta", [False, True])
-@pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 20])
+@crossed({"on_meta": [False, True], "bucket_bytes": [1, 300, 1 << 20]})
 @on_ranks(2)
 def test_the_size_of_the_buckets_does_not_show(bucket_bytes: int, on_meta: bool) -> None:
     model = built(device="meta" if on_meta or dist.get_rank() else "cpu")

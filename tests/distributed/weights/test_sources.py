@@ -11,7 +11,7 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import ParallelismError
 from tests.kit.compare import alike, fails_alike, full, same, values
-from tests.kit.grids import in_the_default_run
+from tests.kit.grids import crossed, in_the_default_run
 from tests.kit.meshes import config
 from tests.kit.toy import Buffers, Kinds, Toy, built
 from tests.kit.world import on_ranks
@@ -119,8 +119,7 @@ def test_one_differing_bit_in_any_kind_of_tensor_is_named(name: str) -> None:
 
 
 @pytest.mark.promise(80)
-@pytest.mark.parametrize("sync", ["auto", "rank0"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@crossed({"sync": ["auto", "rank0"], "ranks": [2, 4]})
 @on_ranks("ranks")
 def test_tensor_by_tensor(ranks: int, sync: str) -> None:
     """Odd ranks hold only some tensors on meta, and others are on meta everywhere."""

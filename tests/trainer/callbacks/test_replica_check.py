@@ -14,6 +14,7 @@ from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.tensors.inner import local_part
 from composer_dist.trainer import Callback, ReplicaCheck
 from tests.kit.compare import fails, fails_alike
+from tests.kit.grids import crossed
 from tests.kit.training import momentum, on_parts, tagger
 from tests.kit.world import on_ranks
 
@@ -50,14 +51,15 @@ def trainer(config: Any, what: str, rank: int, interval: str = "1ba") -> Any:
     return on_parts([1] * dist.get_world_size(), config, model, optimizers=momentum, callbacks=callbacks)[0]
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp"])
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("weight", "parameter body.layers.1.weight"),
-        ("state", "optimizer state body.layers.1.weight momentum_buffer"),
-        ("buffer", "buffer body.table"),
-    ],
+@crossed(
+    {
+        "config": ["ddp", "fsdp"],
+        "what, said": [
+            ("weight", "parameter body.layers.1.weight"),
+            ("state", "optimizer state body.layers.1.weight momentum_buffer"),
+            ("buffer", "buffer body.table"),
+        ],
+    }
 )
 @on_ranks(2)
 def test_two_copies_that_differ_are_both_named(config: str, what: str, said: str) -> None:

@@ -18,6 +18,7 @@ from composer_dist.trainer.data.feed import Feed, Size
 from composer_dist.trainer.data.position import Reading
 from composer_dist.trainer.data.randomness import generator_states, set_generator_states
 from tests.kit.compare import equal, fails, fails_alike
+from tests.kit.grids import crossed, slow
 from tests.kit.training import At, Result, classifier, on_parts, points, result_of, seen_at
 from tests.kit.world import World
 
@@ -108,15 +109,15 @@ LOADERS = [
 
 
 @pytest.mark.promise(100)
-@pytest.mark.parametrize("make", LOADERS)
-@pytest.mark.parametrize("batches", [3, 7, 9])  # in the first epoch, at its end, in the second
-@pytest.mark.parametrize("stop", [False, True])
+@crossed({"make": LOADERS, "batches": [3, 7, 9], "stop": [False, True]})
 def test_resumes_bit_equal_with_any_dataloader(make: Any, batches: int, stop: bool) -> None:
     both_ways(make, batches, stop)
 
 
 @pytest.mark.promise(100)
-@pytest.mark.parametrize("make", LOADERS[:3])  # torchdata's does not keep its workers' generators
+@pytest.mark.parametrize(
+    "make", [own, slow(plain), slow(random_order)]
+)  # torchdata's does not keep its workers' generators
 def test_resumes_bit_equal_with_workers(make: Any) -> None:
     both_ways(make, 2, False, workers=1)
 
@@ -124,7 +125,8 @@ def test_resumes_bit_equal_with_workers(make: Any) -> None:
 @pytest.mark.promise(100)
 @pytest.mark.filterwarnings("ignore:'set_vital'")
 @pytest.mark.parametrize(
-    ("make", "stop"), [(own, False), (own, True), (plain, False), (plain, True), (torchdata, True)]
+    ("make", "stop"),
+    [(own, False), slow(own, True), slow(plain, False), (plain, True), slow(torchdata, True)],
 )
 def test_resumes_bit_equal_on_two_ranks(world2: World, make: Any, stop: bool) -> None:
     world2(both_ways, make, 5, stop)
@@ -225,8 +227,12 @@ def rests(make: Any, batches: int, held: bool) -> tuple[Any, ...]:
 
 @pytest.mark.promise(98, 100)
 @pytest.mark.filterwarnings("ignore:'set_vital'")
-@pytest.mark.parametrize("make", [short_list, short_torchdata, short_streaming, short_own, short_stream])
-@pytest.mark.parametrize(("batches", "held"), [(1, False), (2, False), (2, True), (3, False)])
+@crossed(
+    {
+        "make": [short_list, short_torchdata, short_streaming, short_own, short_stream],
+        "batches, held": [(1, False), (2, False), (2, True), (3, False)],
+    }
+)
 def test_a_pass_resumes_where_one_rank_has_run_out(
     world2: World, make: Any, batches: int, held: bool
 ) -> None:
@@ -372,8 +378,7 @@ def orders(make: Any, *durations: str, subset: int | None = None) -> list[list[f
 
 @pytest.mark.promise(100)
 @pytest.mark.filterwarnings("ignore:'set_vital'")
-@pytest.mark.parametrize("subset", [None, 3])
-@pytest.mark.parametrize("make", [shuffled_torchdata, shuffled])
+@crossed({"subset": [None, 3], "make": [shuffled_torchdata, shuffled]})
 def test_an_order_that_a_dataloader_keeps_continues_in_the_next_epoch(make: Any, subset: int | None) -> None:
     expected = orders(make, "3ep", subset=subset)
     assert orders(make, "1ep", "1ep", "1ep", subset=subset) == expected

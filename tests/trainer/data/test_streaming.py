@@ -10,6 +10,7 @@ import pytest
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import DistributedDataLoader, PackedStream, StreamingDataLoader
 from composer_dist.trainer.data import packing, streaming
+from tests.kit.grids import crossed
 
 pytestmark = pytest.mark.promise(124)
 datasets = pytest.importorskip("datasets", reason="an extra")
@@ -45,8 +46,7 @@ class Counted:
         return row
 
 
-@pytest.mark.parametrize("how", [None, "cut", "whole"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@crossed({"how": [None, "cut", "whole"], "ranks": [1, 2, 3]})
 def test_ranks_read_their_own_part_and_resume_without_reading_again(
     how: Any, ranks: int, tmp_path: Path
 ) -> None:
@@ -128,8 +128,7 @@ def beginning(loader: Any, batches: int = 5) -> tuple[list[int], Any]:
     return tokens(next(iterator) for _ in range(batches)), loader.state_dict()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("how", [None, "cut", "whole"])
+@crossed({"workers": [0, 2], "how": [None, "cut", "whole"]})
 def test_what_a_shuffle_buffer_holds_is_not_lost(how: Any, workers: int, tmp_path: Path) -> None:
     whole = tokens(shuffled(tmp_path, how, workers))
     first, state = beginning(shuffled(tmp_path, how, workers))

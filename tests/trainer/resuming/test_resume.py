@@ -28,6 +28,7 @@ from composer_dist.errors import (
 from composer_dist.models import ComposerClassifier
 from composer_dist.trainer import Callback, CheckpointSaver, DistributedDataLoader, Resume, Trainer
 from tests.kit.compare import close, equal, same, weights
+from tests.kit.grids import crossed
 from tests.kit.phases import adamw
 from tests.kit.training import At, Result, classifier, points, quiet, raising, result_of, seen_at
 from tests.kit.world import World
@@ -314,8 +315,7 @@ def other_names(folder: Path) -> None:
 
 
 @pytest.mark.promise(101)
-@pytest.mark.parametrize("kind", ["directory", "file"])
-@pytest.mark.parametrize("weights_only", [False, True])
+@crossed({"kind": ["directory", "file"], "weights_only": [False, True]})
 def test_strict_is_strict_on_every_path(tmp_path: Path, kind: str, weights_only: bool) -> None:
     other_names(tmp_path)
     for name, message in (("less", "missing: model.module.body.weight"), ("more", "unexpected: model.odd")):
