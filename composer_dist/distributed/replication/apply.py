@@ -45,8 +45,8 @@ def arm(structure: Structure, plan: ReplicaPlan, mesh: Mesh, optimizers: Sequenc
     ends = record(model).ends
     if replica.local_sgd is not None:
         ends.append(partial(replica.local_sgd.end, list(parameters.values())))
-        for optimizer in optimizers:
-            ends.append(optimizer.register_step_post_hook(replica.local_sgd.after_step).remove)
+        average = partial(replica.local_sgd.after_step, frozenset(parameters.values()))
+        ends += [optimizer.register_step_post_hook(average).remove for optimizer in optimizers]
     ends.append(replica.end)
 
 

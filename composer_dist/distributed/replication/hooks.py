@@ -10,7 +10,7 @@ Large Mini-Batches, Use Local SGD" (2018), arXiv:1808.07217.
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -75,10 +75,11 @@ class LocalSGD:
         else:
             self.steps += 1
 
-    def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Average the parameters of `optimizer` if a period is over; its post-step hook."""
+    def after_step(self, averaged: Set[Tensor], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Average those parameters of `optimizer` if a period is over; its post-step hook."""
         if self.steps and self.steps % self.period == 0:
-            average((p for group in optimizer.param_groups for p in group["params"]), self.everybody)
+            held = (p for group in optimizer.param_groups for p in group["params"])
+            average((p for p in held if p in averaged), self.everybody)
 
     def end(self, parameters: Iterable[Tensor]) -> None:
         """Average parameters if there were local steps since the last average."""

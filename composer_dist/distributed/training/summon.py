@@ -1,8 +1,9 @@
 """Temporarily replaces shards with full parameters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -62,7 +63,11 @@ def summon_full_params(
     mesh = mesh_of(model)
     agreement = Agreement(None if mesh is None else mesh.ranks)
     if summoned:
-        agreement.reach("summon_full_params", None)  # names the ranks that do not call it
+        agreement.reach(
+            "summon_full_params",
+            [one.name for one in summoned if with_grads and one.shard.grad is not None],
+            partial(_check_gradients, agreement.ranks),
+        )
     present = not rank0_only or world_and_rank()[1] == 0
     for one in summoned:
         one.full = _summon(one.shard, present, offload_to_cpu, with_grads)
@@ -82,6 +87,17 @@ def summon_full_params(
         reshard(model)
         for one in summoned:
             _register(one.places, one.shard)
+
+
+def _check_gradients(ranks: Sequence[int], present: list[list[str]]) -> None:
+    """Raise a ParallelismRuntimeError if some ranks lack gradients that the first one has, or have others."""
+    for rank, names in zip(ranks, present, strict=True):
+        if differing := sorted({*names} ^ {*present[0]}):
+            has, lacks = (rank, ranks[0]) if differing[0] in names else (ranks[0], rank)
+            raise ParallelismRuntimeError(
+                f"summon_full_params(with_grads=True): rank {has} has a gradient of {differing[0]}, and rank "
+                f"{lacks} has none. Run the same backwards on every rank, and reset gradients on all."
+            )
 
 
 def _refuse_forward(module: nn.Module, arguments: object) -> None:

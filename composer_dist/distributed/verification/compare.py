@@ -207,8 +207,8 @@ def read_parameters(model: nn.Module) -> dict[str, Tensor]:
 def compare_weights(model: nn.Module, reference: nn.Module, findings: Findings) -> None:
     """Compare every parameter and buffer with the reference's, which must be equal."""
     mine, other = read_structure(model).tensors, read_structure(reference).tensors
-    for name in mine.keys() ^ other.keys():
+    for name in sorted(mine.keys() ^ other.keys()):
         where = "the reference" if name in other else "the model"
         findings.wrong("weight", name, f"is in {where} only")
-    for name in mine.keys() & other.keys():
+    for name in sorted(mine.keys() & other.keys()):  # `gather` is a collective, and a set has any order
         findings.compare("weight", name, dense(gather(mine[name].get())), dense(other[name].get()), 0.0)

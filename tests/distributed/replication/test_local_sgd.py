@@ -100,6 +100,24 @@ def test_groups_go_on_averaging_their_gradients(world4: World) -> None:
     assert not torch.equal(found[0], found[2])
 
 
+@on_ranks(2)
+def test_parameters_that_are_left_to_each_rank_are_not_averaged() -> None:
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    config = DDPConfig(ignored="1", comm_hook="post_local_sgd", averaging_period=1)
+    parallelize_model(model, config, optimizer)
+    with torch.no_grad():
+        model[1].weight.fill_(rank)
+    model(torch.ones(1, 2) * (rank + 1)).sum().backward()
+    expected = model[1].weight - 0.1 * model[1].weight.grad
+    optimizer.step()
+    assert torch.equal(model[1].weight, expected)
+    everywhere = [torch.empty(2, 2) for _ in range(2)]
+    dist.all_gather(everywhere, model[0].weight.detach())
+    assert torch.equal(*everywhere)
+
+
 def zero_redundancy(model: nn.Module) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when it is imported

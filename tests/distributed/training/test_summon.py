@@ -129,6 +129,11 @@ def test_gradients_come_along_and_go_back() -> None:
             grad.mul_(2)
     after = {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     close(after, {n: 2 * grad for n, grad in expected.items()})
+    if dist.get_rank() == 1:
+        model.embed.weight.grad = None
+    with fails_alike(ParallelismRuntimeError, "rank 0 has a gradient of embed.weight, and rank 1 has none"):
+        with summon_full_params(model, with_grads=True):
+            pass
 
 
 @pytest.mark.promise(103)
