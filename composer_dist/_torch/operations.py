@@ -20,6 +20,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
+def assert_all(conditions: torch.Tensor, message: str) -> None:
+    """Raise a RuntimeError if any is false; on a GPU later, without waiting for it. Since torch 2.1."""
+    torch._assert_async(conditions.all(), message)
+
+
 def attention_on_cpus() -> tuple[Any, Any]:
     """Forward and backward; torch.utils.flop_counter has no formulas for them. Since torch 2.2."""
     aten = torch.ops.aten

@@ -114,15 +114,19 @@ def load_full_model_state(
             plan = _plan_load(list(live_state(model)), targets, given, strict)
         except Exception as caught:
             error = caught
-    plan = Agreement().reach("load_full_model_state", [source, plan], _first_plan, error)
+    agreement = Agreement()
+    plan = agreement.reach("load_full_model_state", [source, plan], _first_plan, error)
     with usable_or_marked(model):
-        for name in plan["tensors"]:
-            _materialize(targets[name])
+        with agreement.together("the memory of the model"):
+            for name in plan["tensors"]:
+                _materialize(targets[name])
         chosen = {name: targets[name] for name in plan["tensors"]}
         fill(mesh_of_world(model), chosen, given, everywhere=source == "all")
-        for name in plan["objects"]:
-            value = given.get(name)
-            owner_of(model, name).set_extra_state(value if source == "all" else broadcast(value))
+        values = [given.get(name) for name in plan["objects"]]
+        values = values if source == "all" else broadcast(values)
+        with agreement.together("the extra state"):
+            for name, value in zip(plan["objects"], values, strict=True):
+                owner_of(model, name).set_extra_state(value)
     return LoadResult(plan["missing"], plan["unexpected"])
 
 

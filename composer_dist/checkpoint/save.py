@@ -55,8 +55,8 @@ def save_checkpoint(
         With `asynchronous`, the save in progress.
 
     Raises:
-        CheckpointValueError: there is nothing to save or no (parallel) model, the ranks differ, or a value
-            cannot be pickled.
+        CheckpointValueError: there is nothing to save or no (parallel) model, the ranks differ, a value
+            cannot be pickled, or a single file is to be written at a URL.
         CheckpointIsADirectoryError: not `sharded`, and the path is a directory that is not a checkpoint.
         CheckpointRuntimeError: it cannot be written.
     """

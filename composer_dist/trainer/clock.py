@@ -143,16 +143,20 @@ class Time:
         return self.value / self._same(other)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Time | str):
+        if isinstance(other, str):
+            try:
+                other = Time.of(other)
+            except ParallelismValueError:
+                return False
+        if not isinstance(other, Time):
             return NotImplemented
-        other = Time.of(other)
         return (self.value, self.unit) == (other.value, other.unit)
 
     def __lt__(self, other: Time | str) -> bool:
         return self.value < self._same(other)
 
     def __hash__(self) -> int:
-        return hash((self.value, self.unit))
+        return hash(str(self))  # as this string's, to which it is equal
 
     def __bool__(self) -> bool:
         return self.value != 0

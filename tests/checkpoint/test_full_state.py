@@ -281,6 +281,21 @@ def test_a_model_that_was_loaded_half_says_so() -> None:
         model(six_tokens())
 
 
+@on_ranks(2)
+def test_an_error_of_extra_state_on_one_rank_is_everybodys() -> None:
+    model = sharded(stateful())
+
+    def refuse(state: Any) -> None:
+        raise ValueError("of rank 1 alone")
+
+    if dist.get_rank() == 1:
+        model.layers[0].set_extra_state = refuse
+    with pytest.raises((ValueError, ParallelismRuntimeError), match="of rank 1 alone"):
+        load_full_model_state(model, stateful(1).state_dict())
+    with pytest.raises(ParallelismRuntimeError, match="of rank 1 alone"):
+        model(six_tokens())
+
+
 def test_a_plain_model_needs_no_process_group() -> None:
     model = stateful(7)
     state = full_model_state(model)

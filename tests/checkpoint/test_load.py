@@ -88,6 +88,19 @@ def test_different_values_for_a_tied_tensor_are_refused(tmp_path: Path, form: st
     assert torch.equal(loaded["head.weight"], head)
 
 
+def test_what_is_ignored_may_be_unexpected_in_model_and_optimizer(tmp_path: Path) -> None:
+    large = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    small = nn.Sequential(nn.Linear(2, 2))
+    states = [{"model": one, "optimizer": torch.optim.AdamW(one.parameters())} for one in (large, small)]
+    large(torch.ones(1, 2)).sum().backward()
+    states[0]["optimizer"].step()
+    save_checkpoint(tmp_path / "c", states[0])
+    load_checkpoint(tmp_path / "c", states[1], ignore=lambda name: name.split(".")[1] == "1")
+    assert torch.equal(small[0].weight, large[0].weight)
+    expected, found = (one["optimizer"].state[one["model"][0].weight]["exp_avg"] for one in states)  # type: ignore
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.promise(55)
 @EACH_FORM
 @on_ranks(2)

@@ -66,7 +66,9 @@ def test_arithmetic_and_comparisons_in_one_unit() -> None:
     assert three >= three
     assert three != "3ep"
     assert three != 3
+    assert three != "three"
     assert len({three, Time.of("3ba"), Time.of("3ep")}) == 2
+    assert {three: 1}["3ba"] == 1
     with pytest.raises(ParallelismValueError, match="'3ba' and '3ep' are in different units"):
         Time.of("3ba") < "3ep"  # noqa: B015
     with pytest.raises(ParallelismValueError, match="different units"):

@@ -107,7 +107,8 @@ def plan(restore: Restore, key: str) -> _OptimizerLoading:
     names_held = set(held)
     wanted = [name for name in held if not restore.ignore(f"{key}.{name}")]
     mismatch.missing += [f"{key}.{name}" for name in wanted if name not in known]
-    mismatch.unexpected += [f"{key}.{name}" for name in known if name not in names_held]
+    unknown = [name for name in known if name not in names_held]
+    mismatch.unexpected += [f"{key}.{name}" for name in unknown if not restore.ignore(f"{key}.{name}")]
     described = {name: state.get(name, {}) for name in wanted if name in known}
     for group in groups or ():  # a learning rate may be a tensor
         group.update({option: opened.read(value, paths) for option, value in group.items()})

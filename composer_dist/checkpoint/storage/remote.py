@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from composer_dist.checkpoint.storage.local import DAMAGED
-from composer_dist.errors import CheckpointError, CheckpointIsADirectoryError
+from composer_dist.errors import CheckpointError, CheckpointValueError
 from composer_dist.files.checked import Sink
 from composer_dist.files.checkpoint_format import NAME, Manifest
 from composer_dist.files.index import check_size
@@ -41,27 +41,23 @@ class RemotePlace:
     def __init__(self, url: str) -> None:
         self.path = url
         self._system, self._root = file_system(url)
-        self._parent, _, self._name = self._root.rpartition("/")
+        self._parent = self._root.rpartition("/")[0]
 
     def reserve(self, sharded: bool) -> str:
-        if not sharded and self._system.isdir(self._root) and not self._system.exists(f"{self._root}/{NAME}"):
-            raise CheckpointIsADirectoryError(
-                f"{self.path} is a directory, but not a checkpoint; give a file name in it, or save sharded."
+        if not sharded:
+            raise CheckpointValueError(
+                f"{self.path} is a URL, from which a single file cannot be loaded. Save sharded, or to a "
+                "local file."
             )
-        self._system.makedirs(self._root if sharded else self._parent, exist_ok=True)
+        self._system.makedirs(self._root, exist_ok=True)
         return secrets.token_hex(4)
 
     def sink(self, token: str, name: str | None) -> Sink:
-        return RemoteSink(self._system, self._aside(token) if name is None else f"{self._root}/{name}")
+        return RemoteSink(self._system, f"{self._root}/{name}")
 
     def finish(self, token: str, marks: dict[str, bytes]) -> None:
         """Write the marks, the last of which completes the checkpoint; then remove the previous files."""
         manifest = _manifest(self._system, self._root)
-        if not marks:
-            if self._system.isdir(self._root):
-                self._system.rm(self._root, recursive=True)
-            self._system.mv(self._aside(token), self._root)
-            return
         for name, contents in marks.items():
             self._system.pipe_file(f"{self._root}/{name}", contents)
         for file in manifest.files if manifest else ():
@@ -69,8 +65,6 @@ class RemotePlace:
                 self._system.rm(f"{self._root}/{file.name}")
 
     def discard(self, token: str) -> None:
-        with suppress(Exception):
-            self._system.rm(self._aside(token))
         with suppress(Exception):
             for name in self._system.ls(self._root, detail=False):
                 if name.endswith(f"_{token}.distcp"):
@@ -115,9 +109,6 @@ class RemotePlace:
     def remove(self) -> None:
         self._system.rm(f"{self._root}/{NAME}")
         self._system.rm(self._root, recursive=True)
-
-    def _aside(self, token: str) -> str:
-        return f"{self._parent}/.{self._name}.{token}.tmp"
 
 
 def _newest_first(system: Any, directory: str, but: str = "") -> list[str]:

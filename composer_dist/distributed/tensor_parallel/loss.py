@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from composer_dist import _torch
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
@@ -39,6 +40,7 @@ def parallel_cross_entropy(
 
     Raises:
         ParallelismValueError: `reduction` is none of these.
+        RuntimeError: a label is not a class; on a GPU as torch reports it, when its results are read.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ParallelismValueError(f'reduction must be "mean", "sum" or "none", not {reduction!r}.')
@@ -68,6 +70,9 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         group = mesh.get_group()
         first, last = chunk(classes, mesh.size(), mesh.get_local_rank())
+        counts = labels != ignore_index
+        known = (labels >= 0) & (labels < classes) | ~counts
+        _torch.assert_all(known, f"A label is neither one of the {classes} classes nor {ignore_index}.")
         largest = logits.amax(-1)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         exponentials = (logits - largest.unsqueeze(-1)).exp()
@@ -76,7 +81,6 @@ class _CrossEntropy(torch.autograd.Function):
         chosen = logits.gather(-1, places).squeeze(-1) - largest
         sums = torch.stack([exponentials.sum(-1), chosen.masked_fill(~mine, 0)])
         dist.all_reduce(sums, group=group)
-        counts = labels != ignore_index
         ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(-1)), places, mine, counts)
         return (sums[0].log() - sums[1]).masked_fill(~counts, 0)
 

@@ -75,7 +75,15 @@ def clip_grad_norm(model_or_parameters: Parameters, max_norm: float, norm_type: 
 
 @torch.no_grad()
 def clip_grad_value(model_or_parameters: Parameters, max_value: float) -> None:
-    """Limit every element of every gradient to [-max_value, max_value]; needs no communication."""
+    """Limit every element of every gradient to [-max_value, max_value].
+
+    Every rank must call it: a partial sum, which tensor parallelism leaves, is reduced first.
+
+    Raises:
+        ParallelismValueError: `max_value` is negative.
+    """
+    if not max_value >= 0:
+        raise ParallelismValueError(f"clip_grad_value needs max_value >= 0, not {max_value}.")
     for parameter in _parameters(model_or_parameters):
         for gradient in local_gradient(parameter):
             gradient.clamp_(-max_value, max_value)

@@ -65,8 +65,8 @@ class DistributedDataLoader:
         **options: Any,
     ) -> None:
         self.dataset = dataset
-        self.batch_size = _positive("batch_size", batch_size)
-        self.global_batch_size = _positive("global_batch_size", global_batch_size)
+        self.batch_size = positive("batch_size", batch_size)
+        self.global_batch_size = positive("global_batch_size", global_batch_size)
         if (batch_size is None) == (global_batch_size is None):
             raise ParallelismValueError("Pass either batch_size or global_batch_size.")
         self.shuffle = shuffle
@@ -304,7 +304,8 @@ def _length(dataset: Any) -> int | None:
     return len(dataset)
 
 
-def _positive(name: str, size: int | None) -> int | None:
+def positive(name: str, size: int | None) -> int | None:
+    """The size, if it is a positive number of samples or None; else a ParallelismValueError."""
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise ParallelismValueError(f"{name} must be a positive number of samples, not {size!r}.")
     return size

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.trainer.data.loader import positive
 from composer_dist.trainer.data.randomness import set_aside
 
 
@@ -53,8 +54,8 @@ class StreamingDataLoader:
             raise ParallelismValueError("Pass either batch_size or global_batch_size.")
         check_splits(stream)
         self.dataset = stream
-        self.batch_size = batch_size
-        self.global_batch_size = global_batch_size
+        self.batch_size = positive("batch_size", batch_size)
+        self.global_batch_size = positive("global_batch_size", global_batch_size)
         self.collate_fn = collate_fn or default_collate
         self.drop_last = drop_last
         self.num_replicas: int | None = None

@@ -43,6 +43,11 @@ def test_a_file_url_is_a_path(tmp_path: Path, sharded: bool) -> None:
     assert list(load_checkpoint(f"file://{tmp_path}/c")) == ["model", "x"]
 
 
+def test_a_single_file_at_a_url_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="memory://one/file is a URL, from which a single file cannot"):
+        save_checkpoint("memory://one/file", {"model": stateful()}, sharded=False)
+
+
 def test_an_unknown_protocol() -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
         save_checkpoint("nowhere://x", {"model": stateful()})

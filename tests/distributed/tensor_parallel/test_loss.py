@@ -33,6 +33,10 @@ def test_it_equals_torchs_own(classes: int) -> None:
         assert part.grad is not None
         assert whole.grad is not None
         torch.testing.assert_close(part.grad, whole.grad.chunk(2, -1)[mesh.get_local_rank()])
+    with pytest.raises(RuntimeError, match=f"neither one of the {classes} classes nor -100"):
+        parallel_cross_entropy(logits, labels)
+    with pytest.raises(RuntimeError, match=f"neither one of the {classes} classes nor -1"):
+        parallel_cross_entropy(logits, labels.where(labels != 1, classes), ignore_index=-1)
 
 
 def test_whole_logits_are_taken_too() -> None:

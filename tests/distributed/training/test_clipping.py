@@ -148,3 +148,5 @@ def test_nothing_to_clip() -> None:
 def test_impossible_norms_are_refused(max_norm: float, norm_type: float) -> None:
     with pytest.raises(ParallelismValueError, match="norm_type > 0 and max_norm >= 0"):
         clip_grad_norm(nn.Linear(2, 2), max_norm, norm_type)
+    with pytest.raises(ParallelismValueError, match="max_value >= 0, not -0.5"):
+        clip_grad_value(nn.Linear(2, 2), -0.5)

@@ -162,5 +162,7 @@ def test_what_cannot_be_split_is_refused(tmp_path: Path) -> None:
         StreamingDataLoader(stream, global_batch_size=3).placed(2, 0)
     with pytest.raises(ParallelismValueError, match="Pass either"):
         StreamingDataLoader(stream)
+    with pytest.raises(ParallelismValueError, match="batch_size must be a positive number of samples, not 0"):
+        StreamingDataLoader(stream, 0)
     with pytest.raises(ParallelismValueError, match="already split by split_dataset_by_node.*StreamingDataL"):
         DistributedDataLoader(StreamingDataLoader(stream, 2).placed(2, 0).dataset, 2)
