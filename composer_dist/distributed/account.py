@@ -108,5 +108,10 @@ def peak(device: torch.device) -> int:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
+    return peak_of_process()
+
+
+def peak_of_process() -> int:
+    """The most bytes of memory that this process has had."""
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024

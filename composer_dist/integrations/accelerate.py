@@ -26,6 +26,7 @@ from composer_dist.config.parallelism import Config
 from composer_dist.distributed import Preparation, device_mesh_of, process_group, resolve_config
 from composer_dist.distributed.training.gradients import Accumulate, check_accumulate
 from composer_dist.errors import CheckpointValueError, ParallelismRuntimeError, ParallelismValueError
+from composer_dist.integrations.transformers_rows import one_of_each
 
 CASTS = {"no": None, "bf16": "amp_bf16"}
 """accelerate's `mixed_precision=` to the precision of `parallelize_model`."""
@@ -212,9 +213,14 @@ class ComposerAccelerator(Accelerator):
     def gather(self, tensor: Any) -> Any:
         """As usual, but once from ranks that share the work on the same samples."""
         gathered = super().gather(tensor)
-        if (peers := self._peers) == 1:
+        if self._peers == 1:
             return gathered
-        return recursively_apply(lambda one: torch.cat(one.chunk(self.num_processes)[::peers]), gathered)
+        first = one_of_each(self.mesh, self.device, super().gather)
+
+        def pick(everywhere: Tensor) -> Tensor:
+            return torch.cat([everywhere.chunk(self.num_processes)[one] for one in first])
+
+        return recursively_apply(pick, gathered)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The full state on rank 0, and nothing on the others; a collective. See `full_model_state`."""

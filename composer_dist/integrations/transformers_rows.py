@@ -1,5 +1,6 @@
 """Which rows each rank of accelerate's data loaders gets, and results of evaluation with each row once."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,15 +41,19 @@ def share_rows(loader: DataLoader[Any], mesh: DeviceMesh, accelerator: Accelerat
 def gather_once(values: Any, mesh: DeviceMesh, accelerator: Accelerator) -> Any:
     """As `gather_for_metrics`, with the rows of one of the ranks that share them."""
     state = accelerator.gradient_state
-    rank = torch.tensor([sampler_kwargs(mesh)["rank"]], device=accelerator.device)
-    ranks = accelerator.gather(rank).tolist()
-    first = [ranks.index(one) for one in range(max(ranks) + 1)]
 
     def pick(gathered: Tensor) -> Tensor:
-        rows = gathered.reshape(len(ranks), -1, *gathered.shape[1:])[first].flatten(0, 1)
+        rows = torch.cat([gathered.chunk(accelerator.num_processes)[one] for one in first])
         return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
 
+    first = one_of_each(mesh, accelerator.device, accelerator.gather)
     return recursively_apply(pick, accelerator.gather(values))
+
+
+def one_of_each(mesh: DeviceMesh, device: torch.device, gather: Callable[[Tensor], Tensor]) -> list[int]:
+    """Of the ranks that share rows the first, in the order of the rows; a collective by `gather`."""
+    ranks = gather(torch.tensor([sampler_kwargs(mesh)["rank"]], device=device)).tolist()
+    return [ranks.index(one) for one in range(max(ranks) + 1)]
 
 
 def rows_that_count(inputs: Any, mesh: DeviceMesh, accelerator: Accelerator) -> tuple[int, int, float]:

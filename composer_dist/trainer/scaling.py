@@ -67,7 +67,7 @@ class LossScaler:
         Every rank must call it, with the parameters that it will step.
         """
         by_place: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-        for parameter in parameters:
+        for parameter in dict.fromkeys(parameters):  # several optimizers may hold one
             for gradient in local_gradient(parameter):
                 by_place[gradient.device, gradient.dtype].append(gradient)
         found = torch.zeros(1, device=process_group.device_of_group())

@@ -38,7 +38,10 @@ class Schedule(ABC):
             if field.name.startswith("t_"):
                 time = Time.of(getattr(self, field.name), unit=None)
                 if time.value < 0 or (not time.value and field.name != "t_warmup"):
-                    raise ParallelismValueError(f"{type(self).__name__}'s {field.name} is '{time}'.")
+                    least = "not be negative" if field.name == "t_warmup" else "be positive"
+                    raise ParallelismValueError(
+                        f"{type(self).__name__}'s {field.name} is '{time}', but it must {least}."
+                    )
                 object.__setattr__(self, field.name, time)
 
     @abstractmethod

@@ -130,7 +130,7 @@ def test_a_schedule_goes_with_torchs_schedulers_and_other_schedules() -> None:
 
 
 def test_times_that_cannot_make_a_schedule_are_refused() -> None:
-    with pytest.raises(ParallelismValueError, match="t_max is '0ba'"):
+    with pytest.raises(ParallelismValueError, match="t_max is '0ba', but it must be positive"):
         CosineAnnealingWithWarmupScheduler("1ba", "0ba")
     with pytest.raises(ParallelismValueError, match="'soon' is not a valid duration"):
         ConstantWithWarmupScheduler("soon")

@@ -238,7 +238,7 @@ def check_replica(
 def stays(structure: Structure, device: torch.device) -> bool:
     """Whether the model keeps its parameter objects: all are contiguous and on `device`."""
     parameters = [held.get() for held in structure.parameters.values()]
-    return all(p.device.type == device.type and p.is_contiguous() for p in parameters)
+    return all(p.device == device and p.is_contiguous() for p in parameters)
 
 
 def _without_effect(wishes: Wishes) -> list[str]:

@@ -31,8 +31,8 @@ from composer_dist.structure.structure import Structure, read_structure
 from composer_dist.tensors.nested import map_tensors, named_tensors, replace_tensors, tensors_in
 
 
-def fits(structure: Structure, ranks: Sequence[int]) -> bool:
-    """Whether this rank has memory for all parameters and gradients; the ranks of a host share its memory."""
+def fits(structure: Structure, ranks: int) -> bool:
+    """Whether this rank has memory for all parameters and gradients; `ranks` share the memory of its host."""
     parameters = [held.info for held in structure.parameters.values()]
     wanted = sum(one.nbytes * (2 if one.requires_grad else 1) for one in parameters)
     device = next((held.get().device for held in structure.tensors.values()), torch.device("cpu"))
@@ -42,7 +42,7 @@ def fits(structure: Structure, ranks: Sequence[int]) -> bool:
     with suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-        return wanted * len(ranks) < available * 1024
+        return wanted * ranks < available * 1024
     return True
 
 

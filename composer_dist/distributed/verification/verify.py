@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from composer_dist.config.mesh import per_host
 from composer_dist.distributed import prepared
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.plan.build import as_tuple
@@ -109,7 +110,8 @@ def verify_model(
         found.notes.append(f"outputs and gradients, because {why}")
     else:
         mine = _share(model, batch, mesh, agreement)
-        if reference is None and not agreement.reach("the memory", fits(structure, agreement.ranks), all):
+        on_host = int(per_host() or len(agreement.ranks))
+        if reference is None and not agreement.reach("the memory", fits(structure, on_host), all):
             compare_units(model, mine, loss, mesh, found)
         else:
             _run_both(model, reference or plain_copy(model), mine, loss, mesh, found)

@@ -83,6 +83,8 @@ class Pretrained:
     """By this rank so far, including headers."""
     bytes_moved: int = 0
     """Sent and received by this rank for parts that several ranks hold."""
+    path: Path | str = ""
+    """The directory or file that the user named."""
 
     @classmethod
     def open(
@@ -143,14 +145,14 @@ class Pretrained:
                     parts = agreement.ranks.index(agreement.rank), len(agreement.ranks)
                     # A single file is verified in full, because its pickle locates the tensors.
                     checksums.verify(files, stored, *parts, index.entries.values() if here.is_dir() else None)
-        return cls(index, root, match, agreement, read)
+        return cls(index, root, match, agreement, read, path=here)
 
     def warnings(self) -> list[str]:
         """What did not match, for callers with strict=False."""
         kept = "which are initialized if they are on meta, and keep their values otherwise"
         found = {
-            f"{self.root} lacks these, {kept}": self.match.missing,
-            f"The model lacks these, which {self.root} has": self.match.unexpected,
+            f"{self.path} lacks these, {kept}": self.match.missing,
+            f"The model lacks these, which {self.path} has": self.match.unexpected,
         }
         return [f"{what}: {listed(names, 10)}." for what, names in found.items() if names]
 

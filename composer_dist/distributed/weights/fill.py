@@ -96,7 +96,7 @@ class Filling:
         for name in sorted(self.sources.local):
             if name in self.originals:
                 write_full(self._destination(name), self.values[name])
-            elif self.values[name].device.type != self.device.type:
+            elif self.values[name].device != self.device:
                 replace(self.structure.tensors[name], self.values[name].detach().to(self.device))
 
     def initialize(self, components: Sequence[Component]) -> None:
@@ -193,7 +193,7 @@ class Filling:
         now = held.get()
         if isinstance(now, DTensor):
             return now
-        if now.device.type != self.device.type or not now.is_contiguous():
+        if now.device != self.device or not now.is_contiguous():
             make_anew(held, self.device)
         return held.get().detach()  # filled in place; on the source rank it may be the source as well
 

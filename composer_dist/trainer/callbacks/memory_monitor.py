@@ -1,10 +1,9 @@
 """How much memory the ranks use."""
 
-import resource
-
 import psutil
 import torch
 
+from composer_dist.distributed.account import peak_of_process
 from composer_dist.distributed.ranks import process_group
 from composer_dist.trainer.callbacks.base import Periodic
 from composer_dist.trainer.clock import Time
@@ -44,7 +43,7 @@ class MemoryMonitor(Periodic):
 
 def memory_of(device: torch.device) -> dict[str, float]:
     """This process's memory on the host and on its device, in bytes, by name."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+    peak = float(peak_of_process())
     now = float(psutil.Process().memory_info().rss)
     memory = {"memory/host/rss": now, "memory/host/peak_rss": max(peak, now)}
     if device.type != "cpu":
