@@ -101,7 +101,7 @@ def _faults(
             return
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            if fault := _state_fault(value, parameter):
+            if fault := _state_fault(value, parameter, names[id(parameter)] in plain):
                 yield f"state {key!r} of {names[id(parameter)]}: {fault}"
 
 
@@ -219,7 +219,7 @@ def check_hooks(structure: Structure, plain: Mapping[str, str]) -> None:
         )
 
 
-def _state_fault(value: Any, parameter: torch.Tensor) -> str | None:
+def _state_fault(value: Any, parameter: torch.Tensor, whole: bool) -> str | None:
     remedy = "prepare the model before the first step."
     if value is None or isinstance(value, (bool, int, float)):
         return None
@@ -231,6 +231,6 @@ def _state_fault(value: Any, parameter: torch.Tensor) -> str | None:
         return f"a {type(value).__name__} is quantized as a whole; {remedy}"
     have, want = tuple(value.shape), tuple(parameter.shape)
     matches = len(have) == len(want) and all(h in (w, 1) for h, w in zip(have, want, strict=True))
-    if matches and not isinstance(value, DTensor):
+    if (matches or whole) and not isinstance(value, DTensor):
         return None
     return f"shape {have} does not follow from the parameter's {want}, so it cannot be sharded; {remedy}"

@@ -7,7 +7,7 @@ dimensions are 1 (Adafactor's) by the others, and scalars not at all. Pending gr
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class StateEntry:
     """The value if it is not a tensor; the number in a tensor without dimensions."""
     dtype: str | None = None
     """None if it is not a tensor."""
-    shape: Sequence[int] = ()
+    shape: list[int] = field(default_factory=list)
     """A list, as in JSON, because the ranks compare entries."""
 
     @property

@@ -25,7 +25,7 @@ from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.structure.structure import read_structure
 from tests.kit.compare import close, fails, fails_alike, full_each, same, values
 from tests.kit.grids import crossed, in_the_default_run, slow
-from tests.kit.meshes import config
+from tests.kit.meshes import config, ddp
 from tests.kit.toy import Toy, built, tokens, train, trainable
 from tests.kit.world import on_ranks
 
@@ -450,6 +450,24 @@ def test_state_of_another_shape_is_refused_by_name() -> None:
     odd = "Adam state 'odd' of embed.weight: shape (3,) does not follow from"
     with fails(ParallelismValueError, odd, "Adam state 'history' of scale: a list cannot be sharded"):
         parallelize_model(model, config(), optimizer)
+
+
+@pytest.mark.parametrize("sync", ["auto", "rank0"])
+@on_ranks(2)
+def test_factored_state_and_numbers_are_followed_where_nothing_is_sharded(sync: Any) -> None:
+    """transformers' Adafactor counts its steps in an int, and keeps a row and a column of each matrix."""
+    model, single = built(), built()
+    from transformers import Adafactor
+
+    first, other = (Adafactor(trainable(one), lr=0.01, relative_step=False) for one in (model, single))
+    train(single, other, 1, whole=True)
+    if sync == "auto" or dist.get_rank() == 0:
+        train(model, first, 1, whole=True)
+    parallelize_model(model, ddp(sync=sync), first)
+    train(model, first, 2, first=1)
+    train(single, other, 2, first=1, whole=True)
+    close(state_of(model, first), state_of(single, other))
+    close(values(model), values(single))
 
 
 @pytest.mark.promise(94)
