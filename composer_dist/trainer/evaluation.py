@@ -300,6 +300,7 @@ class Timetable:
 
     def start(self, state: State) -> None:
         """Counts the intervals from here."""
+        state.eval_labels = tuple(one.label for one, _ in self._entries)
         for _, every in self._entries:
             every.start(state)
 

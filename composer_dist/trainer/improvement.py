@@ -9,7 +9,7 @@ from composer_dist.config.base import require
 from composer_dist.errors import ParallelismKeyError
 from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.state import State
-from composer_dist.wording import near_miss
+from composer_dist.wording import listed, near_miss
 
 Mode = Literal["min", "max"]
 """Whether smaller or larger values are better."""
@@ -71,6 +71,18 @@ def measured_on(metric: str) -> str | None:
     kind, _, rest = metric.partition("/")
     label = rest.partition("/")[0]
     return label if kind in ("loss", "metrics") and label != "train" else None
+
+
+def check_measured(who: str, metric: str, state: State) -> None:
+    """Raises a NoMetricError for a metric of data on which the fit does not evaluate, but on other data."""
+    label = measured_on(metric)
+    if label is not None and state.eval_labels and label not in state.eval_labels:
+        kind, _, rest = metric.partition(f"/{label}")
+        known = [f"{kind}/{other}{rest}" for other in state.eval_labels]
+        raise NoMetricError(
+            f"{who}: there will be no metric {metric!r}, because the fit evaluates on "
+            f"{listed(state.eval_labels)} only. Use {' or '.join(map(repr, known))}."
+        )
 
 
 class NoMetricError(ParallelismKeyError):

@@ -64,6 +64,8 @@ class State:
     """`"train"`, `"eval"`, `"predict"`, or None between runs."""
     dataloader_len: int | None = None
     """Its number of batches, likewise."""
+    eval_labels: tuple[str, ...] = ()
+    """Of the data on which the current `fit` evaluates."""
     eval_batch: int = 0
     """Batches done of the current evaluation or prediction."""
 

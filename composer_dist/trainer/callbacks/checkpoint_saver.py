@@ -35,7 +35,7 @@ from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.callbacks.best_checkpoints import BestCheckpoints
 from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.events import Every
-from composer_dist.trainer.improvement import Mode
+from composer_dist.trainer.improvement import Mode, check_measured
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.signals import EXIT_STATUS, SigtermWatch
 from composer_dist.trainer.state import State, contents
@@ -170,6 +170,8 @@ class CheckpointSaver(Callback):
                 if self._new and not state.timestamp.batch:
                     vacate(self.folder, self._name(state.timestamp), self._overwrite)
         self._new = False
+        if self._best is not None:
+            check_measured("CheckpointSaver", self._best.monitor, state)
         for optimizer in state.optimizers:
             parameter_names(state.model, optimizer)  # raises now if it cannot be saved
         if self._every is not None:
@@ -250,10 +252,9 @@ class CheckpointSaver(Callback):
         saves = now, state.restored
         if self._saved == saves:
             return
-        name = self._name(now)
-        self._writing = path = f"{self.folder.rstrip('/')}/{name}"
+        self._writing = path = f"{self.folder.rstrip('/')}/{self._name(now)}"
         if self._best is not None:
-            self._best.measure(name, state)
+            self._best.measure(os.path.basename(path), state)
         saved = contents(state, optimizers=not (self._weights_only if final else self._weights_only is True))
         finish_another()
         with self._or_later():
@@ -346,5 +347,4 @@ class CheckpointSaver(Callback):
         raise SystemExit(EXIT_STATUS)
 
     def _name(self, now: Timestamp) -> str:
-        counts = {"epoch": now.epoch, "batch": now.batch, "sample": now.sample, "token": now.token}
-        return name_from(self._filename, counts)
+        return name_from(self._filename, {k: getattr(now, k) for k in ("epoch", "batch", "sample", "token")})

@@ -9,7 +9,14 @@ import torch
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.clock import Time
-from composer_dist.trainer.improvement import Improvement, Mode, measured_on, mode_of, no_such_metric
+from composer_dist.trainer.improvement import (
+    Improvement,
+    Mode,
+    check_measured,
+    measured_on,
+    mode_of,
+    no_such_metric,
+)
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
 
@@ -62,6 +69,7 @@ class EarlyStopping(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Stops a run again that resumes after it was stopped, unless its patience is longer now."""
+        check_measured("EarlyStopping", self._monitor, state)
         again = self._was_stopped and self._improvement.has_stopped(self._patience, state)
         self._has_stopped, self._was_stopped = again, False
         if again:

@@ -26,7 +26,7 @@ from composer_dist.trainer.finetuning.schedule import (
     phases_of,
 )
 from composer_dist.trainer.finetuning.selection import Selection, select
-from composer_dist.trainer.improvement import measured_on
+from composer_dist.trainer.improvement import check_measured, measured_on
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
 from composer_dist.wording import listed
@@ -134,6 +134,9 @@ class FineTuningPhases(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         """Fixes batch norms, which the fit has put into training mode."""
         self._fitting = True
+        for one in self.phases:
+            if isinstance(one.until, NoImprovement):
+                check_measured("NoImprovement", one.until.metric, state)
         if self._is_last and self._is_over():
             warnings.warn(
                 f"The last phase has already ended ('until' of phase {self.phase}): this fit trains nothing.",

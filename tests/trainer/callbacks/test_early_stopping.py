@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
-from composer_dist.trainer import CheckpointSaver, EarlyStopping
+from composer_dist.trainer import CheckpointSaver, EarlyStopping, FineTuningPhases, NoImprovement, Phase
 from composer_dist.trainer.improvement import Improvement
 from tests.kit.training import Scores, batches, fitted, fitted_on_parts, loader, quiet
 from tests.kit.world import World
@@ -102,9 +102,24 @@ def test_a_run_is_saved_before_the_error_that_nothing_was_logged(tmp_path: Path)
 
 
 def test_what_is_not_logged_is_an_error() -> None:
-    for name in ("metrics/eval/accuracy", "metrics/evl/score", "size"):
+    for name in ("metrics/eval/accuracy", "size"):
         with pytest.raises(ParallelismKeyError, match=f"no metric '{name}'.*loss/train/total"):
             fitted(callbacks=EarlyStopping(name), eval_dataloader=loader(4))
+
+
+def test_a_metric_of_data_on_which_nothing_evaluates_is_refused_before_training(tmp_path: Path) -> None:
+    name = "loss/evl/total"
+    until = NoImprovement(metric=name)
+    for callback in (
+        EarlyStopping(name),
+        CheckpointSaver(tmp_path, monitor=name),
+        FineTuningPhases([Phase("module.head", until=until), Phase("rest")]),
+    ):
+        counter = Scores(1, 2)
+        text = f"no metric '{name}', because the fit evaluates on eval only. Use 'loss/eval/total'"
+        with pytest.raises(ParallelismKeyError, match=text):
+            fitted(callbacks=[counter, callback], eval_dataloader=loader(4))
+        assert counter.values == [1, 2]  # there was no evaluation
 
 
 def test_arguments_that_cannot_be() -> None:
