@@ -113,7 +113,7 @@ def test_a_metric_of_data_on_which_nothing_evaluates_is_refused_before_training(
     for callback in (
         EarlyStopping(name),
         CheckpointSaver(tmp_path, monitor=name),
-        FineTuningPhases([Phase("module.head", until=until), Phase("rest")]),
+        FineTuningPhases([Phase("module.2", until=until), Phase("rest")]),
     ):
         counter = Scores(1, 2)
         text = f"no metric '{name}', because the fit evaluates on eval only. Use 'loss/eval/total'"
