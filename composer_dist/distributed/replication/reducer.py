@@ -112,12 +112,12 @@ class Reducer(_torch.InPlaceDDP):
         missing = self._expected or set(self.names.values()) - self._seen
         raise ParallelismRuntimeError(f"The last backward gave {self._explain(missing)}") from error
 
-    def refuse_partial(self) -> None:
-        """Refuse a step if the last backward gave some gradients only."""
+    def refuse_partial(self, would: str) -> None:
+        """Refuse to use gradients if the last backward gave some of them only; `would` begins the error."""
         if 0 < len(self._expected) < len(self.names):
             raise ParallelismRuntimeError(
-                f"The optimizer would step with gradients that are not averaged over the ranks. The last "
-                f"backward gave {self._explain(self._expected)}"
+                f"{would} gradients that are not averaged over the ranks. The last backward gave "
+                f"{self._explain(self._expected)}"
             )
 
     @property

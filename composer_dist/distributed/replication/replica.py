@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -55,7 +56,8 @@ class Replica:
         self._hinted = False
         self._depth, self._failed = 0, False
         advice = " To average them yourself, leave out no_sync and pass a DDPConfig(comm_hook=function)."
-        self._local = LocalGradients(parameters if self.group.size() > 1 else {}, advice)
+        several = parameters if self.group.size() > 1 else {}
+        self._local = LocalGradients(several, advice, WeakMethod(self._refuse_partial))
         self._checks = Checks(parameters, ignored, self.group)
         if (former := replica_of(model)) is not None:  # it was for evaluation only; a plan refuses others
             former.end()
@@ -106,7 +108,10 @@ class Replica:
         """
         if self._ddp is not None:
             self._local.check(optimizer)
-            self._ddp.refuse_partial()
+
+    def _refuse_partial(self, would: str) -> None:
+        if self._ddp is not None:
+            self._ddp.refuse_partial(would)
 
     def averaged(self) -> None:
         """All gradients have been averaged without DDP."""

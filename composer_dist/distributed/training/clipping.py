@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from composer_dist import _torch
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.distributed.ranks.reports import lost_named
+from composer_dist.distributed.training.local_gradients import refuse_local
 from composer_dist.errors import ParallelismValueError
 
 Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
@@ -47,6 +48,7 @@ def clip_grad_norm(model_or_parameters: Parameters, max_norm: float, norm_type: 
 
     Raises:
         ParallelismValueError: `norm_type` is not positive, or `max_norm` is negative.
+        ParallelismRuntimeError: gradients are not averaged over the ranks yet.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
     if not norm_type > 0 or not max_norm >= 0:
@@ -56,6 +58,7 @@ def clip_grad_norm(model_or_parameters: Parameters, max_norm: float, norm_type: 
     parameters = _parameters(model_or_parameters)
     if not parameters:
         return torch.tensor(0.0)
+    refuse_local(parameters, "clip_grad_norm would measure")
     parts = [gradient_part(parameter) for parameter in parameters]
     device = parameters[0].device
     powers = _powers([gradient for _, gradient in parts], norm_type, device)
@@ -81,10 +84,13 @@ def clip_grad_value(model_or_parameters: Parameters, max_value: float) -> None:
 
     Raises:
         ParallelismValueError: `max_value` is negative.
+        ParallelismRuntimeError: gradients are not averaged over the ranks yet.
     """
     if not max_value >= 0:
         raise ParallelismValueError(f"clip_grad_value needs max_value >= 0, not {max_value}.")
-    for parameter in _parameters(model_or_parameters):
+    parameters = _parameters(model_or_parameters)
+    refuse_local(parameters, "clip_grad_value would limit")
+    for parameter in parameters:
         for gradient in local_gradient(parameter):
             gradient.clamp_(-max_value, max_value)
 

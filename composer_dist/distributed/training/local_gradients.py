@@ -1,7 +1,8 @@
 """Gradients that are this rank's own, because the last backward was inside of `no_sync`."""
 
-from collections.abc import Iterable, Mapping, Set
-from weakref import WeakSet
+from collections.abc import Collection, Iterable, Mapping, Set
+from typing import Any
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch.optim import Optimizer
@@ -17,10 +18,13 @@ class LocalGradients:
     Args:
         names: all parameters whose gradients are averaged, by name.
         advice: another remedy than to synchronize the last backward.
+        also: raises if other gradients of theirs are not averaged; gets what would use them.
     """
 
-    def __init__(self, names: Mapping[str, torch.Tensor], advice: str = "") -> None:
-        self._names, self._advice = names, advice
+    def __init__(
+        self, names: Mapping[str, torch.Tensor], advice: str = "", also: WeakMethod[Any] | None = None
+    ) -> None:
+        self._names, self._advice, self._also = names, advice, also
         self._waiting: dict[torch.Tensor, tuple[int, int]] = {}
         """What their gradients were after that backward, by identity and version."""
         self._changed: list[torch.Tensor] = []
@@ -46,15 +50,30 @@ class LocalGradients:
         Raises:
             ParallelismRuntimeError: names their parameters.
         """
-        if not self._waiting:
+        held = (one for group in optimizer.param_groups for one in group["params"])
+        self.refuse(held, "The optimizer would step with")
+
+    def refuse(self, parameters: Iterable[torch.Tensor], would: str) -> None:
+        """Refuse to use the gradients of `parameters` if any of them is not averaged.
+
+        Args:
+            parameters: of this model or others.
+            would: how the error begins.
+
+        Raises:
+            ParallelismRuntimeError: names them.
+        """
+        if not self._waiting and self._also is None:
             return
-        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        held = set(map(id, parameters))
         if names := self.waiting(held):
             raise ParallelismRuntimeError(
-                f"The optimizer would step with gradients of {listed(names)} that are not averaged over "
-                "the ranks, because the last backward was inside of no_sync. Run the last one outside."
-                + self._advice
+                f"{would} gradients of {listed(names)} that are not averaged over the ranks, because the "
+                "last backward was inside of no_sync. Run the last one outside." + self._advice
             )
+        also: Any = self._also and self._also()
+        if also is not None and any(id(one) in held for one in self._names.values()):
+            also(would)
 
     def waiting(self, held: Set[int]) -> list[str]:
         """The names of those parameters, among these ids, whose gradients wait."""
@@ -94,6 +113,16 @@ def waiting_of(parameters: Iterable[torch.Tensor]) -> list[str]:
     for gradients in list(_all):
         found += gradients.waiting(held)
     return found
+
+
+def refuse_local(parameters: Collection[torch.Tensor], would: str) -> None:
+    """Refuse to use the gradients of `parameters` if any of them is this rank's own.
+
+    Raises:
+        ParallelismRuntimeError: names them.
+    """
+    for gradients in list(_all):
+        gradients.refuse(parameters, would)
 
 
 _all: WeakSet[LocalGradients] = WeakSet()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from composer_dist.distributed import clip_grad_norm, no_sync, parallelize_model
+from composer_dist.distributed import clip_grad_norm, clip_grad_value, no_sync, parallelize_model
 from composer_dist.distributed.replication import reducer
 from composer_dist.distributed.replication.apply import ddp_sync_context
 from composer_dist.distributed.replication.replica import replica_of
@@ -150,6 +150,9 @@ def test_unused_parameters_are_named() -> None:
     parallelize_model(model, ddp())
     x = torch.randn(4, 8)
     model(x).sum().backward()
+    for clip in (clip_grad_norm, clip_grad_value):
+        with pytest.raises(ParallelismRuntimeError, match=rf"^{clip.__name__} would .* gave second.weight"):
+            clip(model, 1.0)  # type: ignore[operator]
     with pytest.raises(RuntimeError, match=r"2 of 4.*find_unused_parameters=True") as caught:
         model(x)
     assert "second.weight, second.bias" in str(caught.value)
