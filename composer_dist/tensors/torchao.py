@@ -1,4 +1,4 @@
-"""Codecs for torchao's classes: NF4 weights, and the 8-bit, 4-bit and float8 state of its optimizers.
+"""Codecs for torchao's classes: quantized weights, and the 8-bit, 4-bit and float8 state of its optimizers.
 
 Optimizer state, which covers one rank's part only, consists of codes in blocks, each block with a scale. A
 code represents an entry of a table times its block's scale. torchao's scale is the largest magnitude, but its
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_dist.errors import ParallelismTypeError
 from composer_dist.tensors.codec import TensorCodec, made_by, made_of
 from composer_dist.tensors.parts import contiguous_strides
 
@@ -25,7 +26,8 @@ def torchao_codec(cls: type[Tensor]) -> TensorCodec | None:
         return _nf4_codec(cls)
     if cls.__name__ in ("OptimState8bit", "OptimState4bit", "OptimStateFp8"):
         return _optimizer_state_codec(cls)
-    return None
+    is_weight = hasattr(cls, "__tensor_flatten__") and cls.dequantize is not Tensor.dequantize
+    return _weight_codec(cls) if is_weight else None
 
 
 def _nf4_codec(cls: Any) -> TensorCodec:
@@ -58,6 +60,24 @@ def _nf4_codec(cls: Any) -> TensorCodec:
         from_dense=from_dense,
         flatten=made_of,
         unflatten=unflatten,
+    )
+
+
+def _weight_codec(cls: Any) -> TensorCodec:
+    """Weights of any other format, such as int8, which are not cut into shards."""
+
+    def from_dense(dense: Tensor, like: Any) -> Tensor:
+        raise ParallelismTypeError(
+            f"A {cls.__name__} cannot be made from plain values. Load the weights first, then quantize the "
+            "model."
+        )
+
+    return TensorCodec(
+        rows=frozenset(),
+        to_dense=lambda tensor: tensor.dequantize(),
+        from_dense=from_dense,
+        flatten=made_of,
+        unflatten=made_by(cls),
     )
 
 

@@ -32,9 +32,9 @@ from composer_dist.distributed import (
 from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
 from composer_dist.tensors.codec import codecs as known_codecs
 from composer_dist.tensors.inner import dense, empty_like, encoded
-from tests.kit.compare import close, fails, same
+from tests.kit.compare import close, fails, full, same
 from tests.kit.huggingface import lora
-from tests.kit.meshes import config
+from tests.kit.meshes import config, ddp
 from tests.kit.quantized import KINDS, NF4, Adapted, Int8Rows, Stack, adam, nf4_llama, quantize
 from tests.kit.toy import built, train
 from tests.kit.world import on_ranks
@@ -340,3 +340,29 @@ def test_qlora_by_peft_trains_as_on_one_device() -> None:
     close(found, expected, rtol=1e-4, atol=1e-5)
     held = [p for name, p in model.named_parameters() if "_proj" in name and "lora" not in name]
     assert {type(p.to_local()).__name__ for p in held if isinstance(p, DTensor)} == {"NF4Tensor"}
+
+
+@pytest.mark.promise(46)
+@NF4
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"])
+@on_ranks(2)
+def test_other_weights_of_torchao_stay_whole_and_reach_all_ranks(kind: str) -> None:
+    from torchao import quantization
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        quantization.quantize_(model[0], getattr(quantization, kind)())
+        model[0].requires_grad_(False)
+        return model
+
+    single, x = built(make), torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    single(x).square().mean().backward()
+    rank = dist.get_rank()
+    with fails(ParallelismValueError, "0.weight, a ", "cannot be cut", "Rule(..., shard=False)"):
+        parallelize_model(built(make), config())
+    for wanted, seed in ((config(rules=[Rule("0", shard=False)]), 0), (ddp(), 0), (ddp(sync="rank0"), rank)):
+        model = built(make, seed)
+        parallelize_model(model, wanted)
+        model(x.chunk(2)[rank]).square().mean().backward()
+        same({"": dense(model[0].weight)}, {"": dense(single[0].weight)})
+        close({"": full(model[1].weight.grad)}, {"": single[1].weight.grad})

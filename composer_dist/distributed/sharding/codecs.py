@@ -37,6 +37,9 @@ def _faults(held: Held, reshard: bool | int, sizes: Mapping[str, int]) -> Iterat
     tensor, info = held.get(), held.info
     codec = codec_of(tensor)
     assert codec is not None
+    if not codec.rows:
+        yield "cannot be cut: its codec has no rows. Register another (register_tensor_codec(replace=True))."
+        return
     if unknown := sorted(codec.rows - {inner.name for inner in info.inner}):
         yield f"has no inner tensors {', '.join(unknown)}, which its codec lists in rows. Correct rows."
     if nested := [n for n, inner in inner_tensors(tensor).items() if type(inner) is not torch.Tensor]:
