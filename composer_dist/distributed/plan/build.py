@@ -47,6 +47,7 @@ def build_plan(structure: Structure, request: Request, sizes: Mapping[str, int])
     cut = {name: sizes["tp"] if name in tensors.cuts else 1 for name in tensors.parameters} if tensors else {}
     shards = sharding.plan(structure, wishes, sizes, cut)
     idle = tensor_parallel.idle_styles(wishes, sizes)
+    idle += tensor_parallel.little_cut(structure, wishes, tensors)
     blocks = shards.blocks if shards else tuple(name for name, _ in structural_units(structure))
     saved = activations.plan(structure, wishes, sizes, blocks)
     surroundings = compiling.Surroundings(

@@ -30,10 +30,12 @@ from composer_dist.structure.names import ancestors
 from composer_dist.structure.select import select, spell
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.parts import chunk
-from composer_dist.wording import HINTS, near_miss
+from composer_dist.wording import HINTS, listed, near_miss
 
 _CUDA_STATE = 16
 """Bytes of a CUDA generator's state: its seed and its offset."""
+_LITTLE = 0.25
+"""Of the parameters: less than this is hardly worth the ranks."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,21 @@ def idle_styles(wishes: Wishes, sizes: Mapping[str, int]) -> list[str]:
     return wishes.tolerated([text])
 
 
+def little_cut(structure: Structure, wishes: Wishes, plan: TensorParallelPlan | None) -> list[str]:
+    """A warning if "auto" leaves most of the model whole, as where a model's own plan has only the head."""
+    if plan is None or wishes.config.tp is None or wishes.config.tp.plan != "auto":
+        return []
+    sizes = {name: held.info.nbytes for name, held in structure.parameters.items()}
+    share = sum(sizes[name] for name in plan.parameters) / sum(sizes.values())
+    if share >= _LITTLE:
+        return []
+    return [
+        f"TPConfig(plan='auto') cuts {share:.0%} of the parameters, in {listed([*plan.modules], 3)}; each of "
+        f"the {plan.size} tensor-parallel ranks holds and computes the rest whole. Give other modules "
+        "styles, with Rule(name, tp='colwise') and so on, or use tp=1."
+    ]
+
+
 def _choose(
     structure: Structure, options: TPConfig, asked: Mapping[str, tuple[Any, str]]
 ) -> dict[str, Styled]:
@@ -162,9 +179,9 @@ def _choose(
         styled[name] = Styled(style, source)
     unplaced = {n: why for n, why in unplaced.items() if not any(above in styled for above in ancestors(n))}
     if unplaced:
-        listed = "\n".join(f"  {name}: {why}" for name, why in unplaced.items())
+        lines = "\n".join(f"  {name}: {why}" for name, why in unplaced.items())
         raise ParallelismValueError(
-            f"TPConfig(plan='auto') cannot place these modules:\n{listed}\nGive each one a style with "
+            f"TPConfig(plan='auto') cannot place these modules:\n{lines}\nGive each one a style with "
             "Rule(name, tp='colwise'), or tp='replicate' to leave it whole on every rank; or list all "
             "modules in TPConfig(plan={...})."
         )

@@ -15,6 +15,7 @@ from composer_dist.distributed.tensor_parallel.plan import TensorParallelPlan
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from tests.kit.compare import fails
 from tests.kit.decoder import Decoder, DecoderBlock, GroupedAttention, UnevenMlp
+from tests.kit.huggingface import built as hf_built
 from tests.kit.huggingface import gpt2, llama, lora, lora_gpt2, lora_llama, mixtral, phi3, qwen3
 from tests.kit.toy import built
 
@@ -94,6 +95,14 @@ def test_a_hugging_face_model_brings_its_plan() -> None:
     text = "replicate, because its experts stay whole on every tensor-parallel rank."
     assert plan.explain("model.layers.1.mlp.experts").endswith(text)
     assert styles(planned(meta(phi3)))["model.layers.0.self_attn.qkv_proj"] == "colwise_gather"
+
+
+def test_a_plan_of_the_head_alone_is_warned_of() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}
+    found = planned(hf_built("GptOssForCausalLM", **sizes, **heads))
+    assert any("cuts 6% of the parameters, in lm_head; each of the 2" in one for one in found.warnings)
+    assert not planned(llama()).warnings
 
 
 def test_a_fused_projection_is_cut_in_each_of_its_parts_and_sizes_are_divided() -> None:
