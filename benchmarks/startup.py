@@ -4,7 +4,7 @@
 
 Both build the same Llama and its AdamW, read the same text as bytes, shard by FSDP2, and take steps; timed
 from the start of the command (`composer-dist train -n 2`, `torchrun`) until the first step is written down in
-a file. Also: how long until a faulty key or value, or a missing file, is told. Who comes first rotates.
+a file. Also: how long until a faulty key or value, or a missing file, is reported. Who comes first rotates.
 """
 
 import argparse
@@ -125,9 +125,9 @@ def turns(path: Path, ranks: str) -> dict[str, Callable[[], float]]:
     return {
         "composer-dist train": lambda: until_written(ours, metrics, '"batch": 1'),
         "script": lambda: until_written(theirs, losses, "\n"),
-        "a missing configuration is told": lambda: until_told([*train, str(path / "missing.yaml")]),
+        "a missing configuration is reported": lambda: until_told([*train, str(path / "missing.yaml")]),
         **{
-            f"{override} is told": lambda override=override: until_told([*train, str(good), override])
+            f"{override} is reported": lambda override=override: until_told([*train, str(good), override])
             for override in FAULTS
         },
     }

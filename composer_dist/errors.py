@@ -49,7 +49,7 @@ class CheckpointError(ParallelismError):
 
 
 class CheckpointValueError(CheckpointError, ValueError):
-    """A checkpoint whose contents do not fit what they are loaded into."""
+    """A checkpoint whose contents do not match what they are loaded into."""
 
 
 class CheckpointKeyError(CheckpointError, KeyError):

@@ -334,8 +334,8 @@ FITS: dict[str, list[Fit]] = {
 """Source to its runs."""
 _HEAD = """## Published runs
 
-Plans on paper, of models of transformers in the place of the sources' own, beside what others have measured
-or computed. The goal is a ratio of 0.90 to 1.10.
+Plans without a device, of models of transformers instead of the sources' own, next to what others have
+measured or computed. The goal is a ratio of 0.90 to 1.10.
 """
 
 

@@ -9,8 +9,8 @@ _HELD = """## What a rank holds
 
 Bytes of parameters, gradients and AdamW's state: of the plan, and of the tensors of real prepared models
 after a step, on every rank. The models are toys of two layers. "equal (1, 2, 4)" means to the byte on all
-ranks of worlds of these sizes; notes say why a mode refuses a model. LoRA and QLoRA (NF4) are with FSDP2.
-The plan is asked about the batch, so that it knows which parameters get no gradients, as mamba's LoRA on
+ranks of worlds of these sizes; notes explain why a mode refuses a model. LoRA and QLoRA (NF4) are with FSDP2.
+The plan gets the batch, so that it leaves out parameters without gradients, such as mamba's LoRA on
 matrices whose modules never run.
 """
 _TRAFFIC = """## What a rank sends

@@ -5,8 +5,8 @@
 Each world runs in fresh processes on gloo, forked from one that has the imports done, so that 64 ranks fit
 into the memory of one host. Prints Markdown, and puts it into docs/reliability.md with `--write`. A cell has
 the seconds of the slowest rank, the seconds of processor time of all ranks together, and the most memory
-that a rank needed beside what it held before. "growth" is the factor from each size to the next, of processor
-time and of memory; the heading has that of the sizes.
+that a rank needed in addition to what it held before. "growth" is the factor from each size to the next, of
+processor time and of memory; the heading has that of the sizes.
 """
 
 import argparse

@@ -20,7 +20,7 @@ def wanted_by_caller(nodes: Iterable[Node]) -> int | None:
     """The index of the first leaf whose gradient `torch.autograd.grad` returns from the present backward.
 
     Args:
-        nodes: the leaves' `AccumulateGrad`. Inside such a call torch answers for them by an error. Since
+        nodes: the leaves' `AccumulateGrad`. Inside such a call torch raises an error for them. Since
             torch 2.1.
     """
     for index, node in enumerate(nodes):
@@ -75,7 +75,7 @@ def explain_in_backward(explain: Callable[[RuntimeError], str | ParallelismError
     For all backwards of the process, by the function through which torch starts each. Since torch 2.1.
 
     Args:
-        explain: returns a message beside which torch's error is shown, or an error that is raised instead.
+        explain: returns a message to show with torch's error, or an error to raise instead.
     """
     if explain not in _explanations:
         _explanations.append(explain)

@@ -105,8 +105,8 @@ def clear_dtensor_caches() -> None:
     The caches compare meshes without their groups, and return the first equal mesh. After
     `destroy_process_group` and a new `init_process_group`, the groups of an equal mesh have other names, so
     the first redistribution would fail or communicate with the wrong ranks. Torch's own tests call this for
-    the same reason. Since torch 2.11 it also clears the C++ cache. Two more hold meshes, whose groups'
-    threads would go on.
+    the same reason. Since torch 2.11 it also clears the C++ cache. Two more caches hold meshes,
+    whose groups' threads would keep running.
     """
     from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache

@@ -34,7 +34,7 @@ def watch_data(tensors: Iterable[Tensor], are_freed: bool = False) -> None:
     """As long as their storages live, count the writes that autograd does not.
 
     Args:
-        tensors: what to watch, ordinary tensors and DTensors; others are passed over.
+        tensors: what to watch, ordinary tensors and DTensors; others are skipped.
         are_freed: their memory will be freed; numpy gets copies that cannot be written.
     """
     if not _watched:
@@ -94,7 +94,7 @@ def read_data(tensor: Tensor) -> Tensor:
 
 
 class _CountedData:
-    """What stands in the place of torch's descriptor, and is the same on the class: the compiler asks it."""
+    """Replaces torch's descriptor, and is the same on the class, where the compiler reads it."""
 
     def __get__(self, tensor: Tensor | None, kind: Any = None) -> Any:
         return _SLOT if tensor is None else read_data(tensor)

@@ -1,4 +1,4 @@
-"""Operations on DTensors that torch computes differently than on whole tensors, in silence."""
+"""Operations on DTensors that torch silently computes differently than on whole tensors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,10 +40,10 @@ def refuse_local_scalars(message: str) -> None:
 
 
 def check_scaled_gradients() -> None:
-    """Have `torch.amp.GradScaler` take whole gradients and those of several meshes, and tell all their ranks.
+    """Have `torch.amp.GradScaler` take whole gradients and those of several meshes, and inform all ranks.
 
-    torch's own refuses the former, and tells only the ranks of the first gradient's mesh. By the same table.
-    Since torch 2.2.
+    torch's own refuses the former, and informs only the ranks of the first gradient's mesh. It uses the same
+    table. Since torch 2.2.
     """
 
     def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ def cheap_detach() -> Iterator[None]:
 def refuse_lost_writes(
     to_view: str, at_once: str, to_data: str, to_share: str, to_send: str, of_whole: str
 ) -> None:
-    """Have what DTensors lose, what writes the same into the part of every rank, and what crashes them raise.
+    """Raise an error for writes that DTensors lose or repeat on every rank, and for what crashes them.
 
     A part of a sharded dimension (`parameter.data[0]`) is a gathered copy, so what is written there is lost.
     So is a new `.data`, because a DTensor keeps the part that it has. For all DTensors of the process, as in
@@ -157,11 +157,11 @@ def refuse_lost_writes(
 _holders: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """The modules that hold cut parameters, and their keys; torch cannot swap parameters with weak references."""
 _counted: dict[int, int] = {}
-"""The version that the part of each cut parameter has been told, by the parameter's id."""
+"""The version that each cut parameter had when its part was last updated, by the parameter's id."""
 
 
 def count_changes(module: nn.Module, key: str) -> None:
-    """Have autograd know of in-place changes of a cut parameter where a forward has used its part.
+    """Make autograd notice in-place changes of a cut parameter where a forward has used its part.
 
     DTensor does not count them for the part. `count_all_changes` is called before each backward. Since
     torch 2.4.
@@ -177,7 +177,7 @@ def count_changes(module: nn.Module, key: str) -> None:
 
 
 def count_all_changes() -> None:
-    """Have autograd know of the changes since the forwards."""
+    """Make autograd notice the changes since the forwards."""
     for module, keys in list(_holders.items()):
         for key in keys & module._parameters.keys():
             if id(module._parameters[key]) in _counted:

@@ -1,4 +1,4 @@
-"""Backward through FSDP2's units: every one is right, or an error that names the parameter."""
+"""Backward through FSDP2's units: each one is right, or raises an error that names the parameter."""
 
 import operator
 import re
@@ -45,7 +45,7 @@ class _Versions:
     """
 
     FREED, OURS, VALUES = 1 << 31, 1 << 30, 1 << 11
-    """Bits of a version, of 32; and how many values of one parameter are told apart."""
+    """Bits of a version, of 32; and how many values of one parameter are distinguished."""
     units: ClassVar[WeakValueDictionary[int, "_Versions"]] = WeakValueDictionary()
     """Those of all units by identity, in the order in which they were made."""
     cut = False
@@ -129,7 +129,7 @@ class _Versions:
         self._set(self._held)
 
     def outdate(self) -> None:
-        """As `renew`, while the values of before stay gathered; the next forward gathers others."""
+        """As `renew`, while the earlier values stay gathered; the next forward gathers others."""
         self.renew()
         self._shards = []
 
@@ -319,7 +319,7 @@ class _SecondOrder:
 
 
 def guard_backward(module: FSDPModule) -> None:
-    """Make every backward through a unit right, or an error: see `_Versions` and `_SecondOrder`.
+    """Make every backward through a unit right, or raise an error: see `_Versions` and `_SecondOrder`.
 
     FSDP2 makes the gathered parameters in the first forward; those that an evaluation under
     `torch.inference_mode()` has made could not be trained.

@@ -58,7 +58,7 @@ def _ask_modes(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 def all_initializers_write() -> Iterator[None]:
     """Inside, all functions of `nn.init` also write to meta tensors, so that tracing sees the writes.
 
-    `trunc_normal_` is told to the modes for functions instead, of which one must take it. Since torch 2.13
+    `trunc_normal_` is passed to the modes for functions instead, one of which must take it. Since torch 2.13
     these four return early for meta tensors. Their code is replaced instead of their names, because
     initializers import them by name.
     """

@@ -47,7 +47,7 @@ def _on_parts(step: Callable[..., None]) -> Callable[..., None]:
 
 
 def _are_alike(lists: Sequence[Sequence[Any]], options: Mapping[str, Any]) -> bool:
-    """Whether all DTensors are cut as their parameters are, with none beside whole tensors but counts."""
+    """Whether all DTensors are cut as their parameters are, with no whole tensors among them but counts."""
     if options.get("differentiable") or any(isinstance(one, DTensor) for one in options.values()):
         return False
     full = [one for one in lists if one]

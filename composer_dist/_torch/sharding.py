@@ -58,7 +58,7 @@ def sharded_param(param: Any) -> nn.Parameter:
 
 
 def registered_param(param: Any) -> nn.Parameter | None:
-    """What stands in the place of the parameter of an `FSDPParam` now."""
+    """What is registered in place of the parameter of an `FSDPParam` now."""
     place = param._module_info
     found: nn.Parameter | None = place.module._parameters.get(place.param_name)
     return found
@@ -288,5 +288,5 @@ def gather_before_backward_of(module: FSDPModule, tensors: Iterable[torch.Tensor
 
 
 def tensors_with_gradient(output: Any) -> list[torch.Tensor]:
-    """The tensors of a unit's output before whose backward FSDP2 gathers the unit by itself."""
+    """The tensors of a unit's output before whose backward FSDP2 itself gathers the unit."""
     return list(collect_grad_tensors(output))

@@ -206,7 +206,7 @@ class _Archive(BytesIO):
     """Where they belong."""
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Note the place instead: torch passes over the bytes that it does not write."""
+        """Note the place instead: torch skips the bytes that it does not write."""
         self.gap = self.tell()
         return self.gap
 

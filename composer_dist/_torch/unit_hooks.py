@@ -176,7 +176,7 @@ class _Inputs:
 class _PostBackward(torch.autograd.Function):
     """The identity; its backward reduces a unit's gradients.
 
-    The results share memory with the inputs, but are no views of them: a forward may change them in place.
+    The results share memory with the inputs, but are not views of them: a forward may change them in place.
     """
 
     @staticmethod

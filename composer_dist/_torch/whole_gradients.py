@@ -114,7 +114,7 @@ def _record(tensor: torch.Tensor) -> Any:
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """What stands for a shard in the graph, which FSDP2 reduces to the shard's gradient."""
+    """What represents a shard in the graph, which FSDP2 reduces to the shard's gradient."""
     gathered: torch.Tensor = getattr(_record(tensor), "_unsharded_param", tensor)
     return gathered
 

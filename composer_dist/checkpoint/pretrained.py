@@ -103,7 +103,7 @@ def export_pretrained(
         dtype: floating-point tensors are stored in it, and the configuration says so; None keeps their own.
 
     Raises:
-        ParallelismTypeError: `model` is none of these.
+        ParallelismTypeError: `model` is not one of these.
         ParallelismValueError: the ranks' models differ; another `dtype`.
         CheckpointValueError: an adapter has no tensors or cannot be merged, or there is nothing to merge.
         CheckpointRuntimeError: a rank could not write; raised on every rank.
@@ -149,7 +149,7 @@ def weight_source(
         bucket_bytes: most bytes that are gathered at a time, unless tensors that belong together have more.
 
     Raises:
-        ParallelismTypeError: `model` is none of these.
+        ParallelismTypeError: `model` is not one of these.
         ParallelismValueError: `bucket_bytes` is not positive; another `dtype`.
         CheckpointValueError: an adapter cannot be merged.
     """

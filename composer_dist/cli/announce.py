@@ -1,4 +1,4 @@
-"""What a command is about to do, said before anything heavy is imported."""
+"""Prints what a command is about to do, before anything heavy is imported."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ from composer_dist.recipe.source import override, read_document
 def announcement(config: Path, overrides: list[str], processes: int | None) -> str:
     """Where the run writes, with how many ranks, on what, for how long, and where it starts.
 
-    Empty if the configuration cannot be read: the checks that follow say what is wrong.
+    Empty if the configuration cannot be read: the checks that follow report what is wrong.
     """
     try:
         document, wrong = read_document(config.read_text(), str(config))
@@ -41,7 +41,7 @@ def announcement(config: Path, overrides: list[str], processes: int | None) -> s
 
 
 def say(text: str) -> None:
-    """Say on a terminal what is being done, where seconds pass before there is a result."""
+    """Print on a terminal what is being done, where seconds pass before there is a result."""
     if sys.stderr.isatty() and is_rank_zero():
         print(text, file=sys.stderr, flush=True)
 
@@ -57,7 +57,7 @@ def _start(values: Mapping[str, Any], out: str) -> str:
 
 
 def _newest(folder: str) -> str | None:
-    """The newest checkpoint in a folder, as `latest` there says."""
+    """The newest checkpoint in a folder, according to its link `latest`."""
     if "://" in folder:
         return f"the newest checkpoint in {folder}, if there is one"
     link = Path(folder, "latest")

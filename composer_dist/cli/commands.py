@@ -21,7 +21,7 @@ class Commands(TyperGroup):
         """Run the command that was asked for."""
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # of `| head`, which typer ends without a word
+        except BrokenPipeError:  # of `| head`, which typer ends without a message
             raise
         except Exception as error:
             if ctx.params.get("debug") or _is_typers_own(error):

@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any, Self
 
 EXIT_STATUS = 128 + signal.SIGINT
-"""130, what a shell says of a process that Ctrl-C ended."""
+"""130, the status that a shell reports for a process that Ctrl-C ended."""
 TOLD = (
     "\ncomposer-dist train: interrupted, stopping (Ctrl-C again to force). Run the same command to resume "
     "from the latest checkpoint, if there is one.\n"

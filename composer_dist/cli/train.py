@@ -111,7 +111,7 @@ def _run(config: Path, overrides: list[str], announced: bool, ctrl_c: CtrlC) -> 
     os.environ.update(torchrun_variables(os.environ))
     if not announced and is_rank_zero():
         _announce(config, overrides, None)
-    gc.disable()  # it would look at all that is imported again and again
+    gc.disable()  # it would scan everything that is imported again and again
     try:
         from composer_dist.recipe.read import read_configuration
 
@@ -125,7 +125,7 @@ def _run(config: Path, overrides: list[str], announced: bool, ctrl_c: CtrlC) -> 
 
 
 def refuse_at_once(config: Path, overrides: list[str]) -> None:
-    """Say what is wrong before torch is imported, which takes seconds; then the rest, and end."""
+    """Report what is wrong before torch is imported, which takes seconds; then the rest, and exit."""
     from composer_dist.recipe.first_look.look import faults_at_once
     from composer_dist.recipe.problems import ConfigurationError
 
@@ -148,7 +148,7 @@ def refuse_at_once(config: Path, overrides: list[str]) -> None:
 
 
 def _announce(config: Path, overrides: list[str], processes: int | None) -> None:
-    """Say at once what will be done: what follows takes seconds before it prints anything."""
+    """Print at once what will be done, because the next steps print nothing for seconds."""
     if text := announcement(config, overrides, processes):
         typer.echo(text, err=True)
 

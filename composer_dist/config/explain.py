@@ -41,7 +41,7 @@ def explain(
         found.setdefault(_written(one["loc"], values, unnamed), []).append(dict(one))
     for where, errors in found.items():
         if any(path != where and path[: len(where)] == where for path in found):
-            continue  # what is inside fits one alternative so far, and is told instead
+            continue  # the value fits one alternative so far; the error inside it is reported
         # A file cannot hold Python objects: mention them only if nothing else was expected.
         plain = [one for one in errors if one["type"] not in ("is_instance_of", "path_type")]
         known = _keys(schema, where[:-1], values)
@@ -50,7 +50,7 @@ def explain(
 
 
 def unknown_key(name: str, known: Sequence[str], hint: str = "") -> str:
-    """What is said about a key that a mapping with the keys `known` does not have; `hint` comes first."""
+    """The message about a key that is not among the keys `known` of a mapping; `hint` comes first."""
     valid = f" Valid keys: {', '.join(known)}" if known else ""
     return f"unknown key {name!r}.{hint or near_miss(name, known) or valid}"
 

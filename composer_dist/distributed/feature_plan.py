@@ -132,7 +132,7 @@ class FeaturePlan:
         return None
 
     def explain(self, module: str) -> str:
-        """In words, what happens to a module ("" is the root); empty if nothing does."""
+        """A description of what happens to a module ("" is the root); empty if nothing does."""
         return ""
 
     def notes(self) -> Iterator[str]:

@@ -190,7 +190,7 @@ def _refuse_copy(module: nn.Module, _: object) -> None:
         f"A prepared {_torch.original_class(type(module)).__name__} cannot be copied (copy.deepcopy, "
         "AveragedModel) or pickled (torch.save), because torch's hooks and process groups belong to the one "
         "that was prepared. Save its values, full_model_state(model). Copy the model, or make its "
-        "AveragedModel, before the preparation, and prepare both alike: parallelize_model(model, config), "
+        "AveragedModel, before the preparation, and prepare both: parallelize_model(model, config), "
         "parallelize_model(averaged.module, config)."
     )
 

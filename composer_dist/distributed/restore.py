@@ -109,14 +109,14 @@ class Changes:
     cut: list[str]
     """The parameters that were DTensors before."""
     wrappers: dict[nn.Module, _ModuleThen] = field(default_factory=dict)
-    """The modules that stand for others since, as they were after the preparation."""
+    """The modules that have replaced others since, as they were after the preparation."""
 
     def user_cuts(self) -> Iterator[str]:
-        """Why the tensors cannot be made what they were."""
+        """Why the tensors cannot be restored."""
         if self.cut:
             yield (
-                f"{listed(self.cut)} was a DTensor before the preparation, so it cannot be made what it was "
-                "without the code that has cut it. Build the model anew and load a full_state_dict."
+                f"{listed(self.cut)} was a DTensor before the preparation, so it cannot be restored "
+                "without the code that cut it. Build the model again and load a full_state_dict."
             )
 
     def faults(self) -> Iterator[str]:
@@ -141,7 +141,7 @@ class Changes:
                     )
 
     def put_back(self) -> None:
-        """Make the modules what they were."""
+        """Restore the modules."""
         for module, one in self.modules.items():
             own = vars(module)
             _torch.forget_changes(module)

@@ -136,7 +136,7 @@ def meta_init(module: nn.Module, param_init_fn: initialize.InitFn | None = None)
     For the same `torch.initial_seed()`, device type and torch version, `parallelize_model` gives the same
     bits on any number of ranks as this function gives an unsharded module in one process. On a module sharded
     by `prepare_fully_shard`, each rank computes every tensor in full, one component at a time, and keeps its
-    rows; seed all ranks alike. The random state is restored afterwards.
+    rows; seed all ranks identically. The random state is restored afterwards.
 
     Args:
         param_init_fn: called with each module that directly holds a meta tensor; None uses the

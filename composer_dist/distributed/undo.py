@@ -39,10 +39,10 @@ def unparallelize_model(model: nn.Module, optimizer: Optimizer | Sequence[Optimi
     model again, with any configuration.
 
     All ranks of the model's mesh call it together. Afterwards every rank holds the whole model, gradients
-    and state. Tensors are gathered in buckets: beside what it holds before and afterwards, a rank needs
-    memory for one bucket and for its part of it. A bucket is as large as the largest tensor, at least 1 MiB
-    and at most 256 MiB. 8-bit and 4-bit state, which each rank has quantized for its part, is dequantized,
-    and quantized again as a whole.
+    and state. Tensors are gathered in buckets: in addition to what it holds before and afterwards, a rank
+    needs memory for one bucket and for its part of it. A bucket is as large as the largest tensor, at least
+    1 MiB and at most 256 MiB. 8-bit and 4-bit state, which each rank has quantized for its part, is
+    dequantized, and quantized again as a whole.
 
     Args:
         model: prepared by `parallelize_model`, `parallelize_composer_model` or `prepare_fully_shard`, or a
@@ -133,8 +133,8 @@ def _check_same(findings: Sequence[Sequence[str]]) -> None:
         if facts != findings[0]:
             apart = sorted(set(facts).symmetric_difference(findings[0]))
             raise ParallelismRuntimeError(
-                f"Rank {rank} would gather other tensors than rank 0: {listed(apart or facts)}. Every rank "
-                "must have the same gradients and pass the same optimizers."
+                f"Rank {rank} would gather different tensors than rank 0: {listed(apart or facts)}. Every "
+                "rank must have the same gradients and pass the same optimizers."
             )
 
 
@@ -161,7 +161,7 @@ def _make_whole(model: nn.Module, structure: Structure, optimizers: Sequence[Opt
     for state in (state for one in optimizers if not is_low_bit(one) for state in one.state.values()):
         parts += [(state, key, value) for key, value in state.items() if isinstance(value, DTensor)]
     places = [(held, key, part.device) for held, key, part in parts]
-    parts.reverse()  # from its end a list gives up an entry without moving the others
+    parts.reverse()  # popping from the end of a list does not move the other entries
     for index, tensor in gather_each(parts.pop()[2] for _ in places):
         held, key, device = places[index]
         held[key] = tensor.to(device)

@@ -1,6 +1,6 @@
 """peft's names for the tensors of the base model and of adapters.
 
-peft wraps the model's layers (`q_proj` becomes `q_proj.base_layer` beside `q_proj.lora_A.default`) and puts
+peft wraps the model's layers (`q_proj` becomes `q_proj.base_layer` and `q_proj.lora_A.default`) and puts
 the model into `base_model.model`. In a file the base model's tensors have their original names, and an
 adapter's names lack the adapter's name.
 """

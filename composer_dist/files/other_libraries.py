@@ -97,7 +97,7 @@ def _others(contents: Mapping[str, Any], *without: str) -> dict[str, Any]:
 def _numpy() -> list[tuple[Callable[..., Any], str]]:
     """What stands in for numpy's own functions and types, by their names before and after numpy 2.
 
-    numpy believes what a pickle says of a dtype's size and flags, and then reads or frees memory that is not
+    numpy trusts what a pickle says about a dtype's size and flags, and then reads or frees memory that is not
     the array's. Here a dtype is only the name of a kind of number, and an order of bytes.
     """
     import numpy as np

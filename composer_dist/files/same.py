@@ -1,6 +1,6 @@
 """Compares weight files as several ranks see them, for a node may have an old copy of the same size.
 
-And two stored tensors, of which a model has only one.
+It also compares two stored tensors that are one tensor in a model.
 """
 
 import os

@@ -113,7 +113,7 @@ class HuggingFaceModel(ComposerModel):
             is_packed or (self.model.training and torch.is_grad_enabled())
         ):
             # With a cache, transformers does not detect packed documents: they would attend to each other.
-            # In training nobody reads it, and a compiled block would be compiled anew for each index in it.
+            # In training nobody reads it, and a compiled block would be recompiled for each index in it.
             inputs.setdefault("use_cache", False)
         with self._without_logits(inputs):
             return self.model(**inputs)

@@ -26,7 +26,7 @@ _LOSSES = ("sigmoid", "hinge", "ipo")
 class DPOModel(HuggingFaceModel):
     """A causal language model with an adapter that learns which of two answers is preferred.
 
-    Its batches come from `PadPreferences`. Its outputs say for each pair how much more probable, as a
+    Its batches come from `PadPreferences`. Its outputs give for each pair how much more probable, as a
     logarithm, each answer is than without the adapter: `(pairs, 2)`, the chosen ones first.
 
     Args:
@@ -112,7 +112,7 @@ class DPOModel(HuggingFaceModel):
 
 
 def _layers(model: nn.Module) -> Iterator[Any]:
-    """The layers that have an adapter, and the copies that peft trains beside it."""
+    """The layers that have an adapter, and the copies that peft trains in addition."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 

@@ -127,8 +127,8 @@ def describe(configuration: Configuration, world: int) -> str:
         **_phases(phases, dict(named_parameters_canonical(model))),
         "writes to": run.out,
     }
-    told = {name: str(value) for name, value in rows.items()}
-    text = table("Run", {"": "left", " ": "right"}, told.items())
+    shown = {name: str(value) for name, value in rows.items()}
+    text = table("Run", {"": "left", " ": "right"}, shown.items())
     return text if plan is None else f"{text}\n{plan}\n{_memory(run, plan)}"
 
 
@@ -255,7 +255,7 @@ def planned(
             return _of_run(file, world, overrides)
         if overrides:
             raise ParallelismValueError(
-                f"{' '.join(overrides)}: only values of a run's YAML can be overridden, and {model} is none."
+                f"{' '.join(overrides)}: only values of a run's YAML can be overridden, not of {model}."
             )
         built = _built(model)
     kind = find("--optimizer", OPTIMIZERS, optimizer or "adamw", Path())
@@ -284,7 +284,7 @@ def _of_run(file: Path, world: int, overrides: Sequence[str]) -> Planned:
 
 
 def _share(run: Run, plan: ParallelPlan) -> tuple[int, int] | None:
-    """The samples and tokens of a rank in a step; None for data that is no text."""
+    """The samples and tokens of a rank in a step; None for data that is not text."""
     share = -(-run.data.batch_size // (plan.mesh["dp_replicate"] * plan.mesh["dp_shard"]))
     context = getattr(run.data, "context", None)
     return (share, context) if isinstance(context, int) else None

@@ -182,7 +182,7 @@ class _Lenient(GenerateJsonSchema):
         return {}
 
     def emit_warning(self, kind: Any, detail: str) -> None:
-        """Defaults that are objects are left out in silence."""
+        """Defaults that are objects are silently left out."""
 
 
 def _by_name(known: dict[str, str], given: set[str]) -> Any:

@@ -230,12 +230,12 @@ def _pretrained(
             dtype=dtype or "auto",
             device_map=None if real else "meta",
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below
+            ignore_mismatched_sizes=True,  # reported below
             trust_remote_code=False,
         )
     if hasattr(read, "peft_config"):
         raise ParallelismValueError(
-            f"model.pretrained={name} has an adapter of peft beside the model, which "
+            f"model.pretrained={name} has an adapter of peft next to the model, which "
             "transformers loads too. Move its files elsewhere, or merge it first (merge_and_unload)."
         )
     if not real:

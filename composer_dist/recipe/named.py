@@ -1,4 +1,4 @@
-"""What a configuration names: `package.module.Name`, `file.py:Name` beside it, a short name, a directory."""
+"""What a configuration names: `package.module.Name`, `file.py:Name` next to it, a short name, a directory."""
 
 import importlib.util
 import os
@@ -32,7 +32,7 @@ def resolve(reference: str, folder: Path) -> Any:
     if not where or not name or where.startswith("."):
         raise ParallelismValueError(
             f"{reference!r} is not a reference: expected package.module.Name, or file.py:Name "
-            "for a file beside the configuration."
+            "for a file next to the configuration."
         )
     module = _load(folder / where) if where.endswith(".py") else _import(where, folder)
     if not hasattr(module, name):

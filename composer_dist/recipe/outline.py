@@ -1,4 +1,4 @@
-"""What a configuration may hold, known without torch, from the JSON Schema that is beside this file.
+"""What a configuration may hold, known without torch, from the JSON Schema that is next to this file.
 
 `docs/signatures.py` writes the schema from `recipe.keys`; a test compares them.
 """

@@ -17,7 +17,7 @@ from composer_dist.users_code import is_of_users_code
 
 
 class ConfigurationError(ParallelismValueError):
-    """A configuration that cannot be run; says everything that is wrong with it, and where."""
+    """A configuration that cannot be run; reports everything that is wrong with it, and where."""
 
 
 @contextmanager
@@ -88,7 +88,7 @@ class Problems:
         return hint(name, above[0] if above else "")
 
     def lines(self) -> list[str]:
-        """What is said about each problem, in the order of the file, and about each value once."""
+        """The message about each problem, in the order of the file, and about each value once."""
         first: dict[KeyPath | str, Problem] = {}
         for problem in self._found:
             first.setdefault(problem.path or problem.text, problem)

@@ -87,7 +87,7 @@ class ModuleModel(Section):
 
     kind: Literal["module"]
     name: str
-    """`package.module.Name`, or `file.py:Name` for a file beside the configuration."""
+    """`package.module.Name`, or `file.py:Name` for a file next to the configuration."""
     arguments: Arguments = {}
     num_classes: PositiveInt | None = None
     """For a plain classifier's accuracy."""
@@ -173,8 +173,8 @@ class ChatData(RowData):
     loss_on: Literal["assistant", "all"] | None = None
     """null: the assistant's turns of `messages`, the `completion` after a `prompt`, and all of a text."""
     chat_template: str | None = None
-    """A file beside the configuration, with a chat template in place of the tokenizer's; it is saved with the
-    model."""
+    """A file next to the configuration, with a chat template in place of the tokenizer's; it is saved with
+    the model."""
 
 
 class PreferenceData(RowData):
@@ -182,8 +182,8 @@ class PreferenceData(RowData):
 
     kind: Literal["preferences"]
     chat_template: str | None = None
-    """A file beside the configuration, with a chat template in place of the tokenizer's; it is saved with the
-    model."""
+    """A file next to the configuration, with a chat template in place of the tokenizer's; it is saved with
+    the model."""
 
 
 def _class_name(value: object) -> object:
@@ -211,7 +211,7 @@ class FunctionData(Data):
 
     kind: Literal["function"]
     name: str
-    """`package.module.name`, or `file.py:name` for a file beside the configuration. It returns the data set
+    """`package.module.name`, or `file.py:name` for a file next to the configuration. It returns the data set
     to train on and the one to evaluate on, which may be None. Rows of `datasets` become tensors."""
     arguments: Arguments = {}
     collate: str | None = None

@@ -31,7 +31,7 @@ _LARGEST = 5_000_000
 """Parameters of a model that is tried; a step of a larger one takes long."""
 _LOOKED_AT = 32
 _UNTRIED = "Default process group has not been initialized", "meta tensor"
-"""What an error says of a model that needs other ranks, or that keeps tensors beside its buffers on meta."""
+"""Texts of errors of models that need other ranks, or keep tensors on meta that are not buffers."""
 _REMEDIES = {
     r"Target \d+ is out of bounds": "a label needs more classes than the model has; set num_labels in "
     "model.config, or the number of your module's outputs",
@@ -82,7 +82,7 @@ def try_step(
     try:
         model = deepcopy(model).train()
         meta_init(model)
-    except Exception:  # what cannot be copied or initialized is told where the run needs it
+    except Exception:  # what cannot be copied or initialized is reported where the run needs it
         return
     try:
         _step(model, kind, arguments, autocast(precision, torch.device("cpu")), batch)

@@ -103,7 +103,7 @@ def _overlaps(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]:
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, held in structure.tensors.items():
         tensor = held.get()
-        if any(map(_is_made_anew, held.places)):
+        if any(map(_is_recreated, held.places)):
             continue
         if tensor.layout is torch.strided and type(tensor) in (nn.Parameter, torch.Tensor) and tensor.numel():
             start = tensor.storage_offset() * tensor.itemsize
@@ -121,7 +121,7 @@ def _overlaps(structure: Structure, plain: Mapping[str, str]) -> Iterator[str]:
                 )
 
 
-def _is_made_anew(place: Registration) -> bool:
+def _is_recreated(place: Registration) -> bool:
     """Whether torch's older `spectral_norm` computes the attribute from a parameter before each forward."""
     return place.kind == "attribute" and _torch.has_spectral_norm(place.module, place.key)
 

@@ -177,7 +177,7 @@ _one_thread = threading.RLock()
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
-    """How many tokens a transformers model knows; None if it says nothing about it, or is none."""
+    """The size of a transformers model's vocabulary; None if it is not known, or for another model."""
     for found in transformers_models(model):
         if size := getattr(found.config.get_text_config(), "vocab_size", None):
             return int(size)

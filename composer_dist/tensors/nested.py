@@ -118,7 +118,7 @@ _LEAVES: frozenset[Any] = frozenset(
 
 @lru_cache(1000)
 def _way_into(kind: type) -> tuple[Callable[[Any], Iterable[Any]] | None, bool]:
-    """How to look into what is of a class, None for what holds nothing; and whether it is no container."""
+    """How to look into what is of a class, None for what holds nothing; and whether it is not a container."""
     if issubclass(kind, tuple(_LEAVES)):
         return None, False
     if issubclass(kind, Mapping):
@@ -158,7 +158,7 @@ class Rejoined:
     """Sets that were changed, with what was in them and what was put in; which is which does not show."""
 
     def rejoin(self, own: Any, copied: Any) -> Any:
-        """`own` with the tensors of `copied`: mutable containers are changed in place, others made anew."""
+        """`own` with the tensors of `copied`: mutable containers are changed in place, others recreated."""
         if own is copied or id(own) in self._changed:
             return own
         if isinstance(own, Tensor):

@@ -69,7 +69,7 @@ class Time:
         """The Time that a string such as `"1ep"`, `"3e4tok"` or `"1h30m"` names.
 
         Raises:
-            ParallelismValueError: the string is none.
+            ParallelismValueError: the string is not a duration.
         """
         stripped = text.strip().lower() if len(text) < 100 else ""  # longer ones take quadratic time
         if (match := _NUMBER.fullmatch(stripped)) and isfinite(float(match[1])):

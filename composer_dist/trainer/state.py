@@ -85,7 +85,7 @@ class State:
     """Whether any rank raised the alarm before this batch: equal on all ranks."""
     _alarm_raised: bool = field(default=False, init=False)
     remember: Callable[[], dict[str, Any]] = dict
-    """What a checkpoint holds beside model and optimizers, by key; every rank must ask."""
+    """What a checkpoint holds besides model and optimizers, by key; every rank must ask."""
     settings: dict[str, str] = field(default_factory=dict)
     """What the run was started with, by name; checkpoints record it, and resuming compares it."""
     weights_only: str | None = None

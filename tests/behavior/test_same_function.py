@@ -985,7 +985,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "DDP": {
         "MaxNorm": "embed: an embedding with max_norm",
-        "Codebook": f"{WRITES}, and did not do so alike",
+        "Codebook": f"{WRITES}, and not in the same way",
         "Replaces": f"layers.1.gain {NEW}",
         "Adds": f"layers.3.gain {NEW}",
         "Assigns": f"layers.1.gain {NEW}",

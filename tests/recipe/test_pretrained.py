@@ -166,7 +166,7 @@ def test_an_adapter_beside_a_new_head_starts_on_rank_0(files: Path) -> None:
 
 @on_ranks(2)
 def test_an_adapter_in_the_models_directory_is_refused(files: Path) -> None:
-    with fails_alike(ParallelismValueError, "both has an adapter of peft beside the model"):
+    with fails_alike(ParallelismValueError, "both has an adapter of peft next to the model"):
         built(files / "both")
 
 

@@ -67,7 +67,7 @@ def written(path: str | os.PathLike[str]) -> Iterator[None]:
 def write_settings(
     model: Any, directory: Path, separated: bool = False, dtype: torch.dtype | None = None
 ) -> None:
-    """Write what transformers saves beside the weights.
+    """Write what transformers saves in addition to the weights.
 
     Args:
         separated: ties are stored separately.
@@ -104,7 +104,7 @@ def _replace(staging: Path, path: Path) -> None:
     """Move the new files over the old ones and remove weights of an earlier export.
 
     transformers prefers a `model.safetensors` to an index, so a stale one would be read instead. It also
-    applies an adapter that it finds beside a model.
+    applies an adapter that it finds next to a model.
     """
     written = {file.relative_to(staging) for file in staging.rglob("*") if file.is_file()}
     for file in written:

@@ -89,7 +89,7 @@ class Opened:
     def value(self, code: Any) -> Any:
         """The value of a part of the structure, read in full on this rank alone.
 
-        Tensors that are stored as one are one, so that they take no more memory than the files.
+        Tensors that are stored once become one tensor, so that they take no more memory than the files.
         """
         known: dict[Any, Tensor] = {}
 
@@ -156,7 +156,7 @@ class Opened:
             ) from error
         except CheckpointValueError as error:
             raise CheckpointValueError(f"{path} of {self.where} {error}") from error
-        except Exception as error:  # torch has several for what is no archive
+        except Exception as error:  # torch has several for what is not an archive
             raise CheckpointValueError(f"{path} of {self.where} is corrupt: {refusal(error)}") from error
 
 

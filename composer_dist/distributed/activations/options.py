@@ -1,4 +1,4 @@
-"""Reads the user's options for activations: a mode and its options, checked and in words."""
+"""Reads, checks and describes the user's options for activations: a mode and its options."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Attention over a sequence of which each rank has a part.
+"""Attention over a sequence that is split among the ranks.
 
 `distributed_attention` replaces `torch.nn.functional.scaled_dot_product_attention`, as torch's own context
 does: on CUDA devices by torch's ring. On other devices, and for calls that the ring does not support, every

@@ -1,8 +1,8 @@
 """The names of a mesh's dimensions, and what each is for.
 
 They are "dp_replicate", "dp_shard", "cp" and "tp", outermost first. A dimension of size 1 is left out,
-except that "dp_shard" stays beside "dp_replicate" (FSDP2 tells replication from sharding by the number of
-dimensions) and beside "tp" alone (FSDP2 casts and offloads).
+except that "dp_shard" stays with "dp_replicate" (FSDP2 distinguishes replication from sharding by the number
+of dimensions) and with "tp" alone (FSDP2 casts and offloads).
 """
 
 from collections.abc import Mapping

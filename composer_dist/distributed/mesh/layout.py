@@ -86,7 +86,7 @@ class Layout:
             return None
         if layout.tp_dim is None:
             odd = any(strided) or (tp is not None and not tensor.placements[tp].is_replicate())
-        else:  # both cut rows: tensor parallelism first, which torch tells by the kind of placement
+        else:  # both cut rows: tensor parallelism first, which torch marks by the kind of placement
             odd = strided == [layout.tp_dim != 0]
         return None if odd else layout
 

@@ -162,7 +162,7 @@ class Mesh:
         names = self.device_mesh.mesh_dim_names or ("",) * self.device_mesh.ndim
         if FLATTENED in names:
             raise ParallelismValueError(
-                f"The dimension {FLATTENED!r} does not tell ranks that share data from the others. Pass the "
+                f"The dimension {FLATTENED!r} does not distinguish ranks that share data. Pass the "
                 "whole mesh, Preparation.mesh."
             )
         replicas, rank = 1, 0

@@ -2,7 +2,7 @@
 
 Each rank receives only its part of a tensor that is cut, and all of a whole one (buffers, parameters that
 stay plain). If the mesh has replicas, a slice goes to one of them only, which then replicates what it has
-received. `messages.py` has the words.
+received. `messages.py` defines the terms.
 """
 
 from collections.abc import Mapping, Sequence

@@ -29,7 +29,7 @@ from composer_dist.tensors.inner import dense, inner_tensors, local_part, rebuil
 from composer_dist.tensors.parts import elements
 
 BUCKET_BYTES = 256 << 20
-"""Most bytes of gathered tensors that a rank holds beside those that it keeps."""
+"""Most bytes of gathered tensors that a rank holds in addition to those that it keeps."""
 LEAST_BYTES = 1 << 20
 """Most bytes of a bucket of tensors that are smaller: one collective for many of them."""
 _ALIGNED = 16

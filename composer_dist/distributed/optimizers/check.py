@@ -66,7 +66,7 @@ def _faults(
     inside = inner_optimizers(optimizer)
     kind = type(inside[0]).__name__ if inside else "optimizer"
     if not _torch.takes_hooks(optimizer):
-        yield f"never called Optimizer.__init__, so its steps take no hooks. Pass its inner {kind} here."
+        yield f"never called Optimizer.__init__, so its steps run no hooks. Pass its inner {kind} here."
         return
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if foreign := [parameter for parameter in [*held, *optimizer.state] if id(parameter) not in names]:

@@ -1,4 +1,4 @@
-"""Steps of optimizers that would do nothing, or half of what they should, in silence."""
+"""Steps of optimizers that would silently do nothing, or half of what they should."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cache, partial, wraps
@@ -113,7 +113,7 @@ def _choose(former: Former, model: nn.Module, optimizer: Optimizer) -> Check[nn.
 
 
 def _check_apart(model: nn.Module, held: Mapping[int, Tensor]) -> None:
-    """Refuse gradients of parameters of no prepared model that differ between ranks: nobody averages them.
+    """Refuse gradients that differ between ranks, of parameters of no prepared model: nothing averages them.
 
     An optimizer that holds some of `model` too does the same steps on all ranks, so they can compare.
     """
@@ -137,7 +137,7 @@ def _check_apart(model: nn.Module, held: Mapping[int, Tensor]) -> None:
     if differ := [tuple(p.shape) for p, total in zip(apart.values(), totals, strict=True) if total]:
         raise ParallelismRuntimeError(
             f"The optimizer holds {len(differ)} parameters of no prepared model, the first of shape "
-            f"{differ[0]}, whose gradients nobody averages: they differ between the ranks. Make their module "
+            f"{differ[0]}. Their gradients are not averaged and differ between ranks. Make their module "
             "and the model parts of one module and prepare that, or average the gradients before each step. "
             "If each rank should have its own, give them an optimizer of their own."
         )

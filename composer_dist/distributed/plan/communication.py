@@ -22,7 +22,7 @@ class Traffic:
     phase: str
     """"start-up", "forward" or "backward"."""
     collective: str
-    """"all_gather", "reduce_scatter", "all_reduce", "broadcast" or "send"; or "read", which is none."""
+    """"all_gather", "reduce_scatter", "all_reduce", "broadcast" or "send"; or "read", not a collective."""
     dimension: str
     """Of the mesh, or several, "dp_shard x tp"; what is read."""
     ranks: int

@@ -73,7 +73,7 @@ class Decisions:
     """What else the model holds, by name: buffers, and parameters that its own code has sharded."""
     delivery: Delivery
     init_peak: int = 0
-    """Bytes that a rank needs beside its shards while the tensors on the meta device are initialized: a
+    """Bytes that a rank needs in addition to its shards while tensors on the meta device are initialized: a
     bucket, or the largest set of tensors that must be whole together. 0 where nothing is on meta."""
     verbose: bool = False
     """Whether rank 0 prints the plan and the preparation's report."""

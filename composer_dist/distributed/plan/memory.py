@@ -96,7 +96,7 @@ def estimate_memory(
 
 
 def held_memory(plan: Decisions, subject: Subject, here: Rank) -> tuple[MemoryEstimate, int]:
-    """What a rank holds between steps and its gradients; and what the optimizer's step takes beside it."""
+    """What a rank holds between steps and its gradients; and what the optimizer's step needs in addition."""
     structure = subject.structure
     offloaded = {name for unit in plan.units if unit.offload for name in unit.parameters}
     held: Counter[str] = Counter()
@@ -147,7 +147,7 @@ def _local_bytes(rank: Rank, name: str) -> int:
 
 
 def _step(optimizer: Optimizer | type[Optimizer], structure: Structure, rank: Rank) -> tuple[int, int]:
-    """The bytes of an optimizer's state, and the most that a step takes beside it.
+    """The bytes of an optimizer's state, and the most that a step needs in addition.
 
     Two steps of a copy run on this rank's parts, on the meta device; the second one finds the state.
     """

@@ -159,7 +159,7 @@ class ParallelPlan(Decisions):
         return as_trained(here, events), events
 
     def explain(self, name: str) -> str:
-        """In words: what happens to the module or tensor called `name` ("" is the root), and why.
+        """Explain what happens to the module or tensor called `name` ("" is the root), and why.
 
         Raises:
             ParallelismKeyError: the model has nothing of this name.
@@ -218,7 +218,7 @@ class ParallelPlan(Decisions):
         lines = [f"tied: {' = '.join(names)}" for names in self.ties]
         lines += [line for one in self.features.values() for line in one.notes()]
         if self.init_peak:
-            lines.append(f"initialization takes up to {human_bytes(self.init_peak)} beside the shards")
+            lines.append(f"initialization takes up to {human_bytes(self.init_peak)} more than the shards")
         lines += [f"warning: {text}" for text in self.warnings]
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
         title = f"Plan for {ranks} ({mesh_in_words(self.mesh) or 'one rank'})"

@@ -183,7 +183,7 @@ class Allocations(_torch.TorchDispatchMode):
 
 @contextmanager
 def storages_made(known: Sequence[Tensor]) -> Iterator[Callable[[], int]]:
-    """Inside, storages that operators make are counted, but for `known`; yields what tells the most bytes."""
+    """Inside, storages that operators make are counted, except `known`; yields a function for the peak."""
     now = most = 0
 
     def note(moment: Moment, nbytes: int, kind: Kind) -> None:

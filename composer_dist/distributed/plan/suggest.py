@@ -76,8 +76,9 @@ def suggest(
 
     Returns:
         `.best` is the fastest that fits, with `.config`, `.plan`, `.memory`, `.compute` and `.microbatches`,
-        and `.config` is its configuration, which `parallelize_model` takes. `.frontier` shows what memory
-        buys in time. `.advice` says what to change if nothing fits without offloading. It prints as a table.
+        and `.config` is its configuration, which `parallelize_model` takes. `.frontier` shows the
+        trade-off between memory and time. `.advice` lists what to change if nothing fits without offloading.
+        It prints as a table.
 
     Raises:
         ParallelismError: the model cannot be prepared or traced in any of these ways.

@@ -1,4 +1,4 @@
-"""What `suggest` has found: the fastest way to train that fits, others beside it, and advice."""
+"""The result of `suggest`: the fastest way to train that fits, alternatives, and advice."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class Proposal:
         return {"config": self.config.to_dict(), "mesh": mesh, "peak": self.memory.peak, **numbers}
 
     def cells(self, limit: int) -> dict[str, str]:
-        """In words, by heading of a table."""
+        """As text, by heading of a table."""
         fsdp2 = self.config.fsdp2
         recomputed = {None: "nothing", "composable": "all"}
         chosen: Any = self.config.activation_checkpointing

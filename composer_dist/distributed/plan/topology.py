@@ -3,8 +3,8 @@
 The formulas are those of NCCL's src/graph/tuning.cc (`ncclTopoTuneModel`, `ncclTopoGetAlgoTime`), which
 torch/_inductor/comm_analysis.py repeats in Python: a collective takes its start, a latency for each step
 and its bytes by the bandwidth of a ring or a tree, and the algorithm and protocol with the least time is
-used. Left out are the protocol LL128, the corrections of trees for medium sizes and the limits of single
-channels.
+used. The formulas omit the protocol LL128, the corrections of trees for medium sizes and the limits of
+single channels.
 """
 
 from collections.abc import Mapping

@@ -22,7 +22,7 @@ def is_lost(error: BaseException | None) -> bool:
 
 
 class PackedError(NamedTuple):
-    """An error as JSON's types have it."""
+    """An error in JSON types."""
 
     kind: str
     text: str

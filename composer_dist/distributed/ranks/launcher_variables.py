@@ -59,7 +59,7 @@ def check_alone(environ: Mapping[str, str]) -> None:
         raise ParallelismRuntimeError(
             f"Slurm or MPI has started this process as rank {found['RANK']} of {found['WORLD_SIZE']}, but "
             "torchrun's variables are not set, so each process would train alone. Start one torchrun per "
-            "host, or use `srun composer-dist train`, or set in each process what it is told here: "
+            "host, or use `srun composer-dist train`, or set these variables in each process: "
             f"{' '.join(f'{name}={value}' for name, value in found.items())}. If each process is meant to "
             "train alone, set RANK=0 WORLD_SIZE=1."
         )

@@ -62,7 +62,7 @@ class Line:
         """Give ranks a moment to write under all of these keys: unlike polling, this ends when they have."""
         if not wakes(self.store):
             return
-        with asking(), suppress(RuntimeError):  # also if the store is lost, which the next call tells
+        with asking(), suppress(RuntimeError):  # also if the store is lost, which the next call reports
             self.store.wait([f"{self.prefix}/{key}" for key in keys], _MOMENT)
 
     def _parsed(self, name: str, text: bytes) -> Any:

@@ -1,6 +1,6 @@
 """Stores that only processes of this machine can reach.
 
-A `TCPStore` answers whoever connects to it, and by itself listens on all interfaces of the machine (torch
+A `TCPStore` answers whoever connects to it, and by default listens on all interfaces of the machine (torch
 2.13). If all ranks are on one machine, it listens on the loopback interface only.
 """
 
@@ -75,7 +75,7 @@ def own_store(port: int, rank: int, timeout: timedelta = _LIMIT) -> TCPStore:
         return _hosted[port]
     for _ in poll(timeout, lambda: "rank 0, which opens the store"):  # torch would print each attempt
         with suppress(OSError), socket.create_connection((HOST, port)), _torch.warnings_of_c10_off():
-            # torch connects again by itself if the connection is reset, but prints a stack of C++.
+            # torch reconnects if the connection is reset, but prints a C++ stack.
             return TCPStore(HOST, port, is_master=False, timeout=timeout)
     raise ParallelismRuntimeError(
         f"Rank 0 did not open the store of the ranks, port {port} of {HOST}, within "

@@ -28,7 +28,7 @@ from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError, 
 
 T = TypeVar("T")
 _OPERATIONS = {
-    "mean": dist.ReduceOp.SUM,  # divided afterwards: only NCCL averages by itself
+    "mean": dist.ReduceOp.SUM,  # divided afterwards: only NCCL can average
     "sum": dist.ReduceOp.SUM,
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,

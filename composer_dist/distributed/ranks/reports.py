@@ -71,7 +71,7 @@ class Report:
         return unpack(*self._found[1])
 
     def settle(self, error: BaseException) -> BaseException:
-        """The error to raise when `error` has arisen here, which is told to the others if it is the first."""
+        """The error to raise for `error`, raised here; it is reported to the others if it is the first."""
         if not self._others:
             return error
         lost = is_lost(error)
@@ -139,7 +139,7 @@ def _explained(
 
 @contextmanager
 def _noted(doing: Callable[[], str], rank: str) -> Iterator[None]:
-    """Errors leave with a note that says where they arose."""
+    """Adds a note to errors that says where they were raised."""
     try:
         yield
     except Exception as error:

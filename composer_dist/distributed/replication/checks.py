@@ -1,4 +1,4 @@
-"""What DDP passes over: new parameters, forwards that change them, gradients that only the caller gets."""
+"""What DDP ignores: new parameters, forwards that change them, gradients that only the caller gets."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -89,7 +89,7 @@ class Checks:
             changed = sorted({name for one in everywhere for name, _ in one})
         if refused := [name for name in changed if name not in (self._changeable or ())]:
             raise ParallelismRuntimeError(
-                f"The forward of the model changed {listed(refused)} in place, and did not do so alike on "
+                f"The forward of the model changed {listed(refused)} in place, and not in the same way on "
                 "all ranks in the first step. Make what forward updates a buffer (register_buffer), which "
                 "follows rank 0, or update it from the first step on with the same values on all ranks."
             )

@@ -166,7 +166,7 @@ def plan(structure: Structure, wishes: Wishes, sizes: Mapping[str, int]) -> Repl
         )
     if isinstance(structure.modules[""], torch.jit.ScriptModule):
         raise ParallelismValueError(
-            "torch.jit has compiled the whole model, and such a module takes no hooks. Put it into an "
+            "torch.jit has compiled the whole model, and such a module does not run hooks. Put it into an "
             "ordinary one, such as nn.Sequential(model), and prepare that."
         )
     warnings = _without_effect(wishes)

@@ -157,7 +157,7 @@ class Replica:
             return
         failed, self._failed = self._failed and self._ddp.waits, False
         if failed:
-            self._ddp.agree("going on after a backward that raised")
+            self._ddp.agree("continuing after a backward that raised")
         if changed := trainable.keys() ^ self._ddp.names.keys() if trainable else ():
             self._ddp.agree("changing which parameters are trained", changed)
         if trainable and (failed or changed or self._ddp.is_passed_by()):

@@ -43,7 +43,7 @@ _SCALAR = (
     "of a sharded parameter, say, is not reduced over the ranks yet. Call full_tensor() first, on all ranks."
 )
 _PART = (
-    "What is written into a part of a sharded tensor (tensor[i], tensor[i:j]) along its sharded dimension is "
+    "A write into a part of a sharded tensor (tensor[i], tensor[i:j]) along its sharded dimension would be "
     "lost: the part is a gathered copy. Change parameters inside of summon_full_params(model, "
     "writeback=True), and gradients by a mask: gradient.mul_(distribute_tensor(mask, gradient.device_mesh, "
     "gradient.placements))."
@@ -63,15 +63,15 @@ _SHARED = (
     "model.share_memory() on a copy that is not prepared, which full_state_dict can fill."
 )
 _WHOLE = (
-    "{}() of a sharded parameter or gradient takes no whole tensor. Shard it too: distribute_tensor(tensor, "
-    "gradient.device_mesh, gradient.placements)."
+    "{}() of a sharded parameter or gradient cannot use a whole tensor. Shard it too: "
+    "distribute_tensor(tensor, gradient.device_mesh, gradient.placements)."
 )
 _PRUNED = (
     "torch.nn.utils.prune cannot change {}, because it is sharded. Prune the model before the preparation; "
     "to prune it now, or to remove a pruning, call unparallelize_model(model) first."
 )
 _SENT = (
-    "torch.distributed's {} takes no sharded tensors, whose parts differ between the ranks. FSDP2 keeps the "
+    "torch.distributed's {} cannot use sharded tensors: their parts differ between ranks. FSDP2 keeps the "
     "ranks equal without PostLocalSGDOptimizer and model averagers; give collectives of your own "
     "full_tensor() or to_local()."
 )

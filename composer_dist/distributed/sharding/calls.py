@@ -191,7 +191,7 @@ class Calls:
             )
 
     def _refuse_others(self) -> None:
-        """Refuse what FSDP2 would pass over: other weights than those that it manages, and gradient hooks.
+        """Refuse what FSDP2 would ignore: other weights than those that it manages, and gradient hooks.
 
         Raises:
             ParallelismRuntimeError: naming the first such parameter.
@@ -211,7 +211,7 @@ class Calls:
             if sharded.requires_grad and _torch.gradient_hooks(sharded):
                 raise ParallelismRuntimeError(
                     f"Gradient hooks (Tensor.register_hook) on {name} are never called: FSDP2 reduces the "
-                    "gradient beside autograd. Use register_post_accumulate_grad_hook."
+                    "gradient outside of autograd. Use register_post_accumulate_grad_hook."
                 )
 
     def _refuse_new(self) -> None:

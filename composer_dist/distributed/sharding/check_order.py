@@ -74,7 +74,7 @@ class _Order:
     ) -> tuple[bool, torch.Tensor | None]:
         """Whether all ranks show the same facts, and the `data` of the first group's, `(ranks, numel)`.
 
-        False also where there are no boards to tell, and None where they have no room. What need not be
+        False also where there are no boards to compare on, and None where they have no room. What need not be
         compared counts as the same.
         """
         boards = [board for group in groups if (board := _boards.get(group)) is not None]
@@ -88,7 +88,7 @@ class _Order:
             places[0].copy_(data)
             facts = *facts, _DTYPES.index(data.dtype)
         alike = True
-        for board in boards:  # the next group is told of a difference in this one
+        for board in boards:  # a difference in this group is passed on to the next
             alike = board.all_show(hash((*facts, alike)), self.limit) and alike
         if alike:
             self.met.update(groups)

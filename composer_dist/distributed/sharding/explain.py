@@ -172,7 +172,7 @@ def _used_sharded(
     methods = [method for method, one in inside if names.get(one) == unit and hasattr(type(one), method)]
     other = next((one for one in reversed(methods) if one != "forward" and not one.startswith("_")), None)
     if reader not in names:
-        remedy = "A copy is gathered by none: make it inside of summon_full_params(model, writeback=False)."
+        remedy = "FSDP2 gathers no copies: make it inside of summon_full_params(model, writeback=False)."
     elif other is None:
         remedy = f"Call that, or leave the part whole: Rule({names[reader]!r}, shard=False)."
     else:

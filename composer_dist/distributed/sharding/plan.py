@@ -232,7 +232,7 @@ def _ends_of_forward(assignment: Assignment, blocks: Sequence[str], children: Co
     """Units whose backward comes before that of units inside them, or of the blocks before them.
 
     The root, or the unit around all others, such as a model in a wrapper; the parts of a ComposerModel that
-    have units inside; the last block of all, and the last one that is no such part itself.
+    have units inside; the last block of all, and the last one that is not itself such a part.
     """
     names = [name for group in assignment.groups if group.parameters for name in group.modules]
     around = {name for name in names[:1] if all(name in ancestors(other) for other in names)}

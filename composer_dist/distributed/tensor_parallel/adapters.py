@@ -1,4 +1,4 @@
-"""LoRA adapters beside a matrix that is cut.
+"""LoRA adapters of a matrix that is cut.
 
 An adapter adds `B(A(x))` to the matrix's output. If the output features are cut, B is cut in the same way
 and A stays whole; if the input features are cut, A is cut and B stays whole. If the ranks use the whole one
@@ -99,4 +99,4 @@ def _lora(name: str, layer: nn.Module, one: Styled) -> Iterator[tuple[str, Style
         first = second = style
     for key, part in (("lora_A", first), ("lora_B", second)):
         for adapter in layer._modules.get(key) or ():  # type: ignore[union-attr]
-            yield f"{name}.{key}.{adapter}", Styled(part, f"it is beside {name}, which is {one.label}")
+            yield f"{name}.{key}.{adapter}", Styled(part, f"it is an adapter of {name}, which is {one.label}")

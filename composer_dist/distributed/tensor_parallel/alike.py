@@ -1,7 +1,7 @@
 """Checks that the ranks that share matrices do the same: each has a part of every product.
 
 In the forwards 1, 2, 4, 8, ... of the model they compare its batch, whether they need gradients, and how
-often optimizers have stepped. With different batches, they would train on meaningless numbers in silence.
+often optimizers have stepped. With different batches, they would silently train on meaningless numbers.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def compare_forwards(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @dataclass
 class _Forwards:
-    """A hook; it stands at module level so that the model can be pickled."""
+    """A hook; it is at module level so that the model can be pickled."""
 
     ranks: tuple[int, ...]
     number: int = 0

@@ -99,7 +99,7 @@ def _read_own_plan(
         elif modules and style != "moe_tp_experts":
             unplaced[modules[0]] = f"transformers' style {style!r} ({pattern}) is not supported"
         if cut := [one for one in parameters if one.rpartition(".")[0] not in experts]:
-            why = f"transformers cuts its parameter {cut[0]}, which is no matrix's ({style!r})"
+            why = f"transformers cuts its parameter {cut[0]}, which does not belong to a matrix ({style!r})"
             unplaced[cut[0].rpartition(".")[0]] = why
 
 

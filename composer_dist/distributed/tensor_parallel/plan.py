@@ -76,7 +76,7 @@ class TensorParallelPlan(FeaturePlan):
         return " ".join(parts)
 
     def where(self, parameter: str) -> str | None:
-        """How the tensor-parallel ranks cut a parameter, in words; None if they do not."""
+        """A description of how the tensor-parallel ranks cut a parameter; None if they do not."""
         cut = self.cuts.get(parameter)
         if cut is None:
             return None

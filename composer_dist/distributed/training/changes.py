@@ -25,7 +25,7 @@ class Before(Generic[Key]):
     """Of the values, where they are compared."""
 
     def changed(self, tensors: Mapping[Key, Tensor]) -> list[Key]:
-        """Which of them are different by now, in place; those that are missing by now are passed over."""
+        """Which of them are different by now, in place; those that are missing by now are skipped."""
         given = self.data_writes or _torch.wrote_data()
         compared = {name: self.differs(name, one) for name, one in tensors.items()} if self.sums else {}
         other = _torch.which_are_true(compared)

@@ -62,7 +62,7 @@ def copies(
 ) -> Iterator[tuple[str, Copy]]:
     """Name and copy of everything that ranks hold in common.
 
-    Left out are parameters that DDP leaves to each rank, tensors that their user has sharded, running
+    This omits parameters that DDP leaves to each rank, tensors that their user has sharded, running
     statistics of batch norms, which follow rank 0's before a forward only, and context parallelism's tables.
 
     Args:
@@ -177,7 +177,7 @@ def _minority(held: Sequence[tuple[int, int]]) -> str:
         return ""
     ranks = [rank for rank, _ in held]
     if counts[0][1] == counts[1][1]:
-        return f"{ranks_named(ranks)} hold different values, and no majority tells which are right"
+        return f"{ranks_named(ranks)} hold different values, and no majority shows which are right"
     others = [rank for rank, number in held if number != counts[0][0]]
     most = [rank for rank in ranks if rank not in others]
     return f"{ranks_named(others)} differ{'s' * (len(others) == 1)} from {ranks_named(most)}"

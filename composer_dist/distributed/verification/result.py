@@ -17,7 +17,7 @@ _MOST = 100
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is not as it should be."""
+    """A difference that was found."""
 
     what: str
     """Its kind: one of the names in `Verification.checked`."""
@@ -30,7 +30,7 @@ class Difference:
     tolerance: float = 0.0
     """The largest relative difference that counts as rounding; it depends on the dtype."""
     detail: str = ""
-    """What is wrong, in words."""
+    """A description of the difference."""
     ranks: tuple[int, ...] = ()
     """The ranks that have found it."""
 

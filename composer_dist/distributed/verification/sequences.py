@@ -1,4 +1,4 @@
-"""Activations of which each rank has a part of the sequence."""
+"""Activations whose sequence is split among the ranks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from composer_dist.distributed.mesh.mesh import Mesh
 
 @dataclass
 class Sequences:
-    """Brings activations together of which each rank has a part of the sequence."""
+    """Gathers activations whose sequence is split among the ranks."""
 
     cp: DeviceMesh | None
     tp: DeviceMesh | None

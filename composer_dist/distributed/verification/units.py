@@ -1,9 +1,9 @@
-"""One unit after the other beside its plain copy, where the whole model does not fit into memory.
+"""Compares one unit after the other with its plain copy, where the whole model does not fit into memory.
 
-The prepared model runs forward and backward once, and what its units get and return is kept, with the
-gradients. Then a plain copy of the rest of the model runs. In place of each unit there, the unit's own plain
-copy computes with what the unit has got; it is compared and goes, and the rest goes on with what the unit has
-returned. So no rank has more of the unsharded model than the rest and one unit.
+The prepared model runs forward and backward once, and its units' inputs, outputs and gradients are kept.
+Then a plain copy of the rest of the model runs. In place of each unit, a plain copy of that unit computes
+with the unit's inputs; it is compared and freed, and the rest continues with the unit's outputs. So no rank
+holds more of the unsharded model than the rest and one unit.
 """
 
 from collections.abc import Callable, Mapping, Sequence

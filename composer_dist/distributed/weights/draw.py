@@ -1,9 +1,9 @@
 """Computes any part of a tensor as its initializers do, without the rest of the tensor.
 
-Most initializers only fill tensors, or runs of their elements, and then change each element by itself. Such a
-fill is computed block by block, and each block draws from a generator of its own, seeded by the module's
-name and the block's number. So a rank computes the blocks of its own part only, and the values do not
-depend on how a tensor is cut.
+Most initializers only fill tensors, or runs of their elements, and then change each element separately.
+Such a fill is computed block by block, and each block draws from a generator of its own, seeded by the
+module's name and the block's number. So a rank computes the blocks of its own part only, and the values do
+not depend on how a tensor is cut.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ _FILLS = {_aten.zero_, _aten.fill_}
 
 @dataclass(frozen=True)
 class Operation:
-    """One that changes a run of a tensor's elements in place, each by itself."""
+    """One that changes a run of a tensor's elements in place, each separately."""
 
     call: Callable[..., Any]
     tensor: str

@@ -51,7 +51,7 @@ class Component:
     initializers: tuple[Initializer, ...]
     tensors: tuple[str, ...]
     nbytes: int
-    """Size of its tensors, which the rank that runs it needs beside its shards, unless they are filled."""
+    """Size of its tensors, which the rank that runs it needs besides its shards, unless they are filled."""
     fills: Fills | None = None
     """What it does, if it only fills tensors."""
 
@@ -104,7 +104,7 @@ def _warn_of_others(
     if more := [name for name, count in written.items() if count > counts.get(name, inf)]:
         warnings.warn(
             f"{listed(more, 4)} were initialized by more than the reset_parameters of their modules when the "
-            "model was built, or since. From meta, only that is repeated. Give a class that initializes its "
+            "model was built, or since. From meta, only those run again. Give a class that initializes its "
             "modules a param_init_fn, or pass param_init_fn, or build real weights on rank 0.",
             stacklevel=2,
         )
@@ -144,7 +144,7 @@ def agree_on_components(
 
 
 def peak_bytes(components: Sequence[Component], bucket_bytes: int) -> int:
-    """Bytes that a rank needs beside its shards: for several small components, or for the largest one.
+    """Bytes that a rank needs besides its shards: for several small components, or for the largest one.
 
     Those that only fill tensors need none.
     """
@@ -153,7 +153,7 @@ def peak_bytes(components: Sequence[Component], bucket_bytes: int) -> int:
 
 
 class Scratch:
-    """Memory for the whole tensors of one round after another: to allocate it anew each time is slow."""
+    """Memory for the whole tensors of one round after another: allocating it again each time is slow."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._memory, self._used = torch.empty(nbytes, dtype=torch.uint8, device=device), 0

@@ -178,7 +178,7 @@ def _explain(what: str, ranks: Sequence[int]) -> Callable[[list[list[Any]]], Non
             f"The ranks were given a different {given}:\n"
             + "\n".join(lines[:_SHOWN] or ["  the plans differ in the reasons they give for modules"])
             + (f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
-            + "\nBuild the model, its frozen parameters, optimizers and configuration alike on every rank."
+            + "\nBuild the same model, frozen parameters, optimizers and configuration on every rank."
         )
 
     return explain

@@ -32,7 +32,7 @@ class Initializer:
     """Names of the tensors that it writes or reads, once traced."""
     writes: frozenset[str] = frozenset()
     program: tuple[Operation, ...] | None = None
-    """All that it does, if these are only operations on each element by itself."""
+    """All that it does, if these are only operations on each element separately."""
 
 
 def trace(
@@ -167,7 +167,7 @@ class _Recorder(_torch.TorchDispatchMode):
             raise
 
     def take(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Record a function that fills its first argument and is no operation."""
+        """Record a function that fills its first argument and is not an operation."""
         name = self.names.get(_torch.storage_key(args[0]))
         if name:
             self.writes.add(name)
@@ -180,7 +180,7 @@ class _Recorder(_torch.TorchDispatchMode):
 
 
 class _Escapes(TorchFunctionMode):
-    """Records what is no operation: `trunc_normal_`, and failed calls that read a meta tensor's values."""
+    """Records what is not an operation: `trunc_normal_`, and failed reads of a meta tensor's values."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()

@@ -257,7 +257,7 @@ def _scheduler(foreign: Foreign, options: SchedulerOptions, *path: str | int) ->
         folders = [Path(), *Path(foreign.name).resolve().parents[:4]]
         files = [one for folder in folders if (one := folder / str(schedule)).is_file()]
         if not files:
-            text = f"there is no file {schedule}, neither here nor beside {foreign.name} or above it"
+            text = f"there is no file {schedule}, neither here, next to {foreign.name}, nor above it"
             raise foreign.wrong(f"{text}; write its path", *path, "ft_schedule")
         inner = read_foreign(files[0])
         convert_phases(inner, options)

@@ -14,7 +14,7 @@ _LINKS = (*EXPORTS, "checkpoints", "base", PLACES["tensorboard"]["log_dir"])
 
 
 def check_places(run: Run) -> None:
-    """Whether the run can write where it is told to, as far as that is known without making a folder.
+    """Checks that the run can write its files, as far as that is known without making a folder.
 
     Raises:
         ParallelismValueError: it cannot.

@@ -59,7 +59,7 @@ def run_folder(configuration: Configuration) -> Iterator[None]:
 
 
 def _record(out: Path, configuration: Configuration, world: int) -> None:
-    """Writes how the run is started; what differs of an earlier start stays, under a number."""
+    """Writes how the run is started; files of an earlier start that differ are kept under a number."""
     values = configuration.run.model_dump(mode="json")
     started: dict[str, Any] = {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),

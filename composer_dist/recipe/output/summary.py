@@ -1,4 +1,4 @@
-"""What a run has come to: how long it trained, its losses, and where everything is."""
+"""The result of a run: how long it trained, its losses, and where everything is."""
 
 import os
 import re

@@ -73,7 +73,7 @@ def read(source: Source, streaming: bool = False, key: str = "data.source") -> A
 
 @contextmanager
 def _naming_lines(files: Sequence[Path], key: str) -> Iterator[None]:
-    """What cannot be read is told with its file and line, where these are lines of JSON."""
+    """Errors name the file, and the line in files of JSON lines."""
     try:
         yield
     except ParallelismValueError:
@@ -123,7 +123,7 @@ def classes_of(data: Any, model: HubModel | ModuleModel) -> list[str] | None:
     alphabetical order, or its numbers: all from 0 on if there is a 0, otherwise those that there are.
 
     Raises:
-        ParallelismValueError: the table has no such column, its labels are no classes, it is streamed and
+        ParallelismValueError: the table has no such column, its labels are not classes, it is streamed and
             names no classes, or `model.num_labels` is another number.
     """
     if model.kind != "sequence_classification":

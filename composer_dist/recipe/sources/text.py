@@ -174,7 +174,7 @@ class TokenSamples(Dataset[Sample]):
 
 @dataclass(eq=False)
 class MaskedSamples(Dataset[Sample]):
-    """Samples for masked language models, masked anew in each epoch as in RoBERTa (arXiv:1907.11692).
+    """Samples for masked language models, with new masks in each epoch as in RoBERTa (arXiv:1907.11692).
 
     Of the chosen tokens 80% become the mask, 10% another token, and 10% stay (BERT, arXiv:1810.04805).
     """

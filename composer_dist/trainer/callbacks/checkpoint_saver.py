@@ -70,7 +70,7 @@ class CheckpointSaver(Callback):
         mode: whether "min" or "max" of it is good; None: "min" for a loss, an error or a perplexity.
         save_top_k: how many of the best to keep.
         weights_only: leave out the optimizers, which are most of a checkpoint: never, always (True), or in
-            the one at the end ("final"). A run cannot train on from such a checkpoint.
+            the one at the end ("final"). Training cannot continue from such a checkpoint.
         asynchronous: continue training while a checkpoint is written; at most one at a time.
         latest: name of a link in the folder to the newest checkpoint, or of a file with its name if links are
             impossible. None makes none.
@@ -136,9 +136,9 @@ class CheckpointSaver(Callback):
         self._saved: tuple[Timestamp, int] | None = None
         """When the last save was, and how often weights had been restored by then."""
         self._failure: CheckpointError | None = None
-        """Why the last save failed, which has been told."""
+        """Why the last save failed, which has been reported."""
         self._slow = False
-        """Whether it has been told that a save takes long."""
+        """Whether it has been reported that a save takes long."""
         self._lock: FolderLock | None = None
         if not is_url(self.folder):
             path = self.folder.removeprefix("file://")
@@ -279,7 +279,7 @@ class CheckpointSaver(Callback):
 
     @contextmanager
     def _or_later(self) -> Iterator[None]:
-        """What the disk refuses is told once, the same on all ranks, and tried again by the next save."""
+        """A failed write is reported once, the same on all ranks, and the next save tries again."""
         try:
             yield
         except CheckpointRuntimeError as error:

@@ -76,8 +76,8 @@ class EarlyStopping(Callback):
             state.stop_training()
             if state.rank == 0:
                 _log.warning(
-                    "EarlyStopping had already stopped the run because of %s: this fit trains nothing. To "
-                    "train on, raise its patience or leave it out.",
+                    "EarlyStopping had already stopped the run because of %s, so this fit trains nothing. To "
+                    "continue training, raise its patience or remove it.",
                     self._monitor,
                 )
 

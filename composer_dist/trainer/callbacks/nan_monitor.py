@@ -42,7 +42,7 @@ _KINDS = ("the batch's", "the parameter", "the buffer", "the gradient of")
 
 
 def _first_bad(state: State) -> str | None:
-    """The first tensor on this rank that holds nan or infinity, in words."""
+    """A description of the first tensor on this rank that holds nan or infinity."""
     parameters = list(named_parameters_canonical(state.model))
     gradients = [(name, p.grad) for name, p in parameters if p.grad is not None]
     buffers = named_buffers_canonical(state.model)

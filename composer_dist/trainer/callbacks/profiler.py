@@ -107,7 +107,7 @@ class Profiler(Callback):
         self._batch = state.timestamp.batch
         if self._profile is not None:
             with warnings.catch_warnings():
-                # It tells that each trace has the events of its own window only.
+                # It says that each trace has the events of its own window only.
                 warnings.filterwarnings("ignore", ".*Profiler clears events", UserWarning)
                 self._profile.step()
 

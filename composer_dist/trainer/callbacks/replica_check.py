@@ -17,10 +17,10 @@ from composer_dist.wording import listed
 class ReplicaCheck(Periodic):
     """Raises on every rank when ranks that hold the same part of something hold different values.
 
-    Compared are parameters, buffers and optimizer state, after the optimizers' step, bit for bit by 62-bit
+    It compares parameters, buffers and optimizer state, after the optimizers' step, bit for bit by 62-bit
     hashes: over all ranks under DDP and for what FSDP2 leaves whole, over "dp_replicate" under HSDP, over
-    "tp" for what is not cut there. Nothing is compared of a shard that only one rank has. Left out are
-    buffers that code has changed in place since the fit began, and batch norms' statistics: each rank
+    "tp" for what is not cut there. A shard that only one rank has is not compared. Neither
+    are buffers that code has changed in place since the fit began, nor batch norms' statistics: each rank
     changes them by its own data until the next forward.
 
     A check reads this memory once and sends 128 bytes per rank and mesh dimension; only where something

@@ -115,7 +115,7 @@ class DistributedDataLoader:
         """Goes to the start of an epoch; calls the dataset's own `set_epoch`, if it has one."""
         if callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(epoch)
-            self._loader = None  # persistent workers have copies of the dataset, which are not told
+            self._loader = None  # persistent workers have copies of the dataset, which do not change
         self._epoch, self._ended = epoch, False
         self._start, self._batches_before, self._batches = 0, 0, 0
 

@@ -21,7 +21,7 @@ def conversation(value: Any, column: str) -> list[Message]:
         column: its name, for errors.
 
     Raises:
-        ParallelismValueError: there are no messages; one has no role, or nothing beside it.
+        ParallelismValueError: there are no messages; one has no role, or nothing else.
         ParallelismTypeError: it is not a list of mappings.
     """
     messages = read_json(value, column)

@@ -24,7 +24,7 @@ class PadRows:
 
     Args:
         pad_token_id: for `input_ids`.
-        multiple_of: of what a batch's length is a multiple.
+        multiple_of: the length of a batch is a multiple of this.
     """
 
     pad_token_id: int

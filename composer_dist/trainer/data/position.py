@@ -206,7 +206,7 @@ def _own_generators(dataloader: Any) -> list[torch.Generator]:
 
 
 def apart(dataloader: Any, training: object) -> Any:
-    """What to evaluate on beside `training`: the dataloader, or one like it if it is the same.
+    """What to evaluate on in addition to `training`: the dataloader, or one like it if it is the same.
 
     Raises:
         ParallelismValueError: it is the same, and a second pass over it would disturb the first one.

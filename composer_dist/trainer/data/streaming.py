@@ -36,7 +36,7 @@ class StreamingDataLoader:
         options: go to torchdata's StatefulDataLoader: `num_workers`, `pin_memory`, `prefetch_factor`, ...
 
     Raises:
-        ParallelismValueError: not exactly one of the two sizes, or it is no multiple of the ranks.
+        ParallelismValueError: not exactly one of the two sizes, or it is not a multiple of the ranks.
         ParallelismTypeError: the stream cannot be split.
     """
 
@@ -77,7 +77,7 @@ class StreamingDataLoader:
         if self.global_batch_size and self.global_batch_size % num_replicas:
             raise ParallelismValueError(
                 f"global_batch_size={self.global_batch_size} must be a multiple of the {num_replicas} "
-                "data-parallel ranks, which read a stream each for itself."
+                "data-parallel ranks, which each read their own part of a stream."
             )
         other = copy.copy(self)
         other.dataset = split(self.dataset, num_replicas, rank)

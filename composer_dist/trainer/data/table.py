@@ -92,7 +92,7 @@ class TableTokenizer(RowTokenizer):
         near = near_miss(label, self.classes) if isinstance(label, str) else ""
         raise ParallelismValueError(
             f"The label {label!r} in column {self.label!r} is neither the name nor the number of a class."
-            f"{near} There are {len(self.classes)}, numbered from 0: {listed(self.classes)}."
+            f"{near} Known classes, numbered from 0: {listed(self.classes)}."
         )
 
     def _ended(self, tokens: list[int]) -> list[int]:

@@ -147,8 +147,8 @@ def phases_of(schedule: Schedule) -> tuple[Phase, ...]:
 def default_phases(model: nn.Module, *, until: Time | str | NoImprovement = "1ep") -> list[Phase]:
     """A schedule that trains a model from its output to its input, with two more parameters in each phase.
 
-    The two are mostly a layer's weight and bias. If the number is odd, the model's first parameter has the
-    last phase for itself. Only parameters that are trainable now take part.
+    The two are mostly a layer's weight and bias. If the number is odd, the model's first parameter is
+    alone in the last phase. Only parameters that are trainable now take part.
 
     Args:
         model: prepared or not.

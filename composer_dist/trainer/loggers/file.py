@@ -153,7 +153,7 @@ def _plain(value: Any) -> Any:
 
 
 def _free(path: Path) -> Path:
-    """The next name beside `path` that no file has."""
+    """The next unused name next to `path`."""
     number = 1
     while (other := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1

@@ -47,6 +47,6 @@ class InMemoryLogger(LoggerDestination):
         """
         data = self.data
         if name not in data:
-            known = ", ".join(sorted(data)) or "nothing"
-            raise ParallelismKeyError(f"{name!r} was never logged; there is: {known}.")
+            known = ", ".join(sorted(data)) or "none"
+            raise ParallelismKeyError(f"{name!r} was never logged. Logged metrics: {known}.")
         return [value for _, value in data[name]]

@@ -145,7 +145,8 @@ class WritingLogger(LoggerDestination):
             if not self._failing:
                 why = f"{type(error).__name__}: {error}"
                 warnings.warn(
-                    f"{type(self).__name__} could not write: {why}. Training goes on.", stacklevel=2
+                    f"{type(self).__name__} could not write: {why}. Training continues without this record.",
+                    stacklevel=2,
                 )
             self._failing = True
 

@@ -197,13 +197,13 @@ def resume_run(
 
 
 def check_can_train(state: State) -> None:
-    """Raises if the optimizers would start anew in the middle of a run."""
+    """Raises if the optimizers would start over in the middle of a run."""
     if state.weights_only is not None:
         raise ParallelismValueError(
-            f"{state.weights_only} has no states of the optimizers (weights_only): the run cannot train on. "
-            "Resume from an earlier checkpoint; or start a new run from these weights with "
+            f"{state.weights_only} has no states of the optimizers (weights_only), so training cannot "
+            "continue. Resume from an earlier checkpoint; or start a new run from these weights with "
             "Resume(load_path=..., load_weights_only=True) and another folder to save to; or let the "
-            "optimizers start anew with load_ignore_keys=['optimizer*']. In YAML these are keys of resume."
+            "optimizers start over with load_ignore_keys=['optimizer*']. In YAML these are keys of resume."
         )
 
 
@@ -322,7 +322,7 @@ def _load_run(
 
 
 def _without_states(path: str, rest: Mapping[str, Any], state: State, ignored: Ignored) -> list[int]:
-    """The optimizers, if the checkpoint has no states of them: `fit` refuses to train on with new ones."""
+    """The optimizers, if the checkpoint has no states of them: `fit` refuses to continue with new ones."""
     if not rest.get(WEIGHTS_ONLY):
         return []
     if not ignored("optimizer"):

@@ -349,7 +349,7 @@ def test_the_peak_of_initialization_stands_in_the_plan() -> None:
     model.param_init_fn = lambda layer: nn.init.orthogonal_(layer.weight)
     plan = plan_parallelism(model, ParallelismConfig(fsdp2=FSDP2Config(), bucket_bytes=10))
     assert plan.init_peak == 8 * 16 * 4  # the larger layer, whole
-    assert "initialization takes up to 512 B beside the shards" in str(plan)
+    assert "initialization takes up to 512 B more than the shards" in str(plan)
     roomy = plan_parallelism(model, FSDP2Config())
     assert roomy.init_peak == (8 * 8 + 8 * 16) * 4  # both fit into one bucket
     assert plan_parallelism(nn.Linear(2, 2), FSDP2Config()).init_peak == 0

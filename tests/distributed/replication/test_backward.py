@@ -391,7 +391,7 @@ def test_a_rank_whose_backward_raises_alone_waits_for_the_others_for_a_limited_t
         with pytest.raises(MemoryError):
             model(x).mean().backward()
         limit = mock.patch.object(reducer, "_PATIENCE", timedelta(seconds=1))
-        with limit, fails(ParallelismRuntimeError, "Rank 1 did not answer within 1 s at 'going on"):
+        with limit, fails(ParallelismRuntimeError, "Rank 1 did not answer within 1 s at 'continuing"):
             model(x)
         Fails.now = False
     dist.barrier()

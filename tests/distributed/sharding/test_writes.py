@@ -102,5 +102,5 @@ def test_a_whole_tensor_written_into_a_shard_is_told_by_name() -> None:
     gradient = model.weight.grad
     assert isinstance(gradient, Tensor)
     for write in (gradient.mul_, gradient.copy_, gradient.__imul__):
-        with pytest.raises(ParallelismRuntimeError, match="takes no whole tensor. Shard it too: distr"):
+        with pytest.raises(ParallelismRuntimeError, match="cannot use a whole tensor. Shard it too: distr"):
             write(torch.ones(4, 4))

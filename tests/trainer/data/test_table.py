@@ -88,7 +88,7 @@ def test_a_label_that_is_no_class_is_named(label: float) -> None:
     make = TableTokenizer(chat_tokenizer(), classes=["bad", "good"])
     with pytest.raises(
         ParallelismValueError,
-        match=rf"label {label} in column 'label' is neither.*are 2, numbered from 0: bad",
+        match=rf"label {label} in column 'label' is neither.*Known classes, numbered from 0: bad",
     ):
         make({"text": "a", "label": label})
     with pytest.raises(ParallelismValueError, match="Column 'label' is empty. Remove the row"):

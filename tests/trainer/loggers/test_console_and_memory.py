@@ -24,7 +24,7 @@ def test_the_logger_reaches_every_destination_and_the_state() -> None:
         assert destination.values("loss") == [0.5, 0.25]
         assert destination.hyperparameters == {"seed": 3}
     assert now.metric_values == {"loss": 0.25}
-    with pytest.raises(ParallelismKeyError, match="'loss' was never logged; there is: nothing"):
+    with pytest.raises(ParallelismKeyError, match="'loss' was never logged. Logged metrics: none"):
         InMemoryLogger().values("loss")
 
 

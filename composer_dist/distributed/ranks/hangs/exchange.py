@@ -75,7 +75,7 @@ class Exchange:
         return rank != self._rank and self._state(rank) == "ended" and self._read("left", rank) is None
 
     def gathered(self, mine: Stand) -> tuple[list[Stand], list[int]]:
-        """Where all ranks stand; and the processes of this host that cannot say so, and go on."""
+        """Where all ranks stand; and the processes of this host that cannot report it and still run."""
         try:
             found = self._asked(lambda: self._exchanged(mine), 2 * _GATHER)
         except (RuntimeError, SilentError):

@@ -2,7 +2,7 @@
 
 A thread in each rank writes into the process group's store what the rank does, and reads there whether
 another rank has noticed a hang. Collectives of a run that hangs never return, so the thread ends the process.
-A small process beside each rank (`watcher.py`) ends it if that thread cannot run.
+A small watcher process (`watcher.py`) ends its rank if that thread cannot run.
 """
 
 import math
@@ -37,12 +37,12 @@ from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError,
 STATUS = 75
 """The exit status of a run that hangs: EX_TEMPFAIL of BSD's sysexits.h."""
 _FAILED = 30.0
-"""Seconds after a rank has failed or died in which the others should fail by themselves."""
+"""Seconds after a rank has failed or died in which the others should fail on their own."""
 _FLOOR, _FACTOR, _ENOUGH = 300.0, 10.0, 3
 
 
 class HangError(ParallelismRuntimeError):
-    """What the launcher is told."""
+    """What is reported to the launcher."""
 
 
 class Limits:
@@ -88,7 +88,7 @@ class HangGuard:
     Progress is a step of any optimizer, and `beat()`. When a rank has made none for too long, every rank
     prints one report: which rank is the first cause, and where each stands, with Python's stacks. Then it
     exits with status 75; nothing is cleaned up, and what was saved is intact. If a rank has failed or died,
-    and others do not end by themselves, they end so after 30 s.
+    and others do not end on their own, the guard ends them after 30 s.
 
     ```python
     with HangGuard(timeout=60):
@@ -122,7 +122,7 @@ class HangGuard:
         self._exchange: Exchange | None = None
         self._report: Report | None = None
         self.section = "step"
-        """What this rank does, as `beat` was told."""
+        """What this rank does, as `beat` was called with it."""
 
     def __enter__(self) -> Self:
         joined = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -154,7 +154,7 @@ class HangGuard:
             self.close(raised)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Stop guarding; the other ranks may go on.
+        """Stop guarding; the other ranks may continue.
 
         Args:
             error: what has failed on this rank; the others end soon, if they do not fail too.

@@ -1,4 +1,4 @@
-"""A process beside a rank that ends it if all of its Python threads have stood still for too long.
+"""A process that ends a rank if none of its Python threads has run for too long.
 
 A call in C that holds the GIL stops every thread of the rank, and SIGSTOP the whole process. This script
 needs no package and is started as `python watcher.py PID DUMP`, with a pipe as its input: each line there is
