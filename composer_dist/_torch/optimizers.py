@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from composer_dist._torch.tensors import local_box
 
 
 @cache
@@ -20,6 +23,8 @@ def step_on_parts() -> None:
     for name in (*_OF_ADAM, "adadelta", "adagrad", "asgd", "rmsprop", "rprop", "sgd"):
         module = import_module(f"torch.optim.{name}")
         setattr(module, name, _on_parts(getattr(module, name)))
+    muon: Any = import_module("torch.optim._muon")  # since torch 2.9
+    muon._zeropower_via_newtonschulz = _on_whole(muon._zeropower_via_newtonschulz)
 
 
 _OF_ADAM = ("adam", "adamax", "adamw", "nadam", "radam")
@@ -42,6 +47,28 @@ def _on_parts(step: Callable[..., None]) -> Callable[..., None]:
                     gradient = lists[0][index]
                     is_cut = isinstance(gradient, DTensor)
                     each[index] = DTensor(new, gradient._spec, requires_grad=False) if is_cut else new
+
+    return call
+
+
+def _on_whole(orthogonalized: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Muon's iteration on a whole matrix.
+
+    DTensor rounds the products of the parts to bfloat16 before it sums them, in each of the five steps, so
+    that an update differs by some percent from that of one process. On all ranks the result is the same.
+    """
+
+    @wraps(orthogonalized)
+    def call(matrix: Any, *settings: Any) -> Any:
+        is_cut = isinstance(matrix, DTensor) and not any(one.is_partial() for one in matrix.placements)
+        if not is_cut or torch.compiler.is_compiling():
+            return orthogonalized(matrix, *settings)
+        result = orthogonalized(matrix.bfloat16().full_tensor(), *settings)
+        sizes, corner = local_box(matrix)
+        part = result[tuple(slice(first, first + size) for first, size in zip(corner, sizes, strict=True))]
+        meta = TensorMeta(matrix.shape, matrix.stride(), result.dtype)
+        spec = DTensorSpec(matrix.device_mesh, matrix.placements, meta)
+        return DTensor(part.contiguous(), spec, requires_grad=False)
 
     return call
 
