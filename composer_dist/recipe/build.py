@@ -18,6 +18,7 @@ from composer_dist.config.yaml import KeyPath
 from composer_dist.distributed import meta_init, process_group
 from composer_dist.errors import CheckpointError, CheckpointValueError, ParallelismValueError, kind_of
 from composer_dist.precision import as_precision
+from composer_dist.random_states import seed_all, set_aside
 from composer_dist.recipe import named
 from composer_dist.recipe.data import Loader, datasets, length, loader
 from composer_dist.recipe.models import build_model, hub_config
@@ -40,11 +41,10 @@ from composer_dist.trainer import (
     TimeUnit,
 )
 
-# Not public: only recipes and the Trainer check and seed.
+# Not public: only recipes and the Trainer check.
 from composer_dist.trainer.arguments import check_duration, listed
 from composer_dist.trainer.data.batch import num_samples, num_tokens
 from composer_dist.trainer.data.feed import length_of
-from composer_dist.trainer.data.randomness import host_states, seed_all, set_host_states
 from composer_dist.trainer.evaluation import check_metrics
 from composer_dist.trainer.improvement import measured_on
 from composer_dist.trainer.schedulers import sorted_out
@@ -200,12 +200,10 @@ def check_steps(
             trial.step()
     if (count := length(train)) is None and not streams:
         return
-    states = host_states()
-    with blaming("data: some samples do not make a batch"):
+    with set_aside(), blaming("data: some samples do not make a batch"):
         samples, size = samples_to_try(train, count), run.data.batch_size
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
         batches = [train_loader.collate_fn(part) for part in parts]
-    set_host_states(states)
     after = Timestamp()
     for batch in batches:
         after = after.next_batch(samples=num_samples(batch), tokens=num_tokens(batch))

@@ -24,6 +24,7 @@ from composer_dist.distributed.plan.text import table  # not public: it knows th
 from composer_dist.distributed.weights.initialize import find_components  # nor this: preparation asks it
 from composer_dist.errors import ParallelismError, ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import Precision, as_precision, require_fp8
+from composer_dist.random_states import seed_all
 from composer_dist.recipe.build import (
     batches,
     callbacks_of,
@@ -58,9 +59,8 @@ from composer_dist.trainer import (
     Phase,
 )
 
-# Not public: only recipes and the Trainer check and seed.
+# Not public: only recipes and the Trainer check.
 from composer_dist.trainer.arguments import check_options, listed
-from composer_dist.trainer.data.randomness import seed_all
 from composer_dist.trainer.resuming.resume import check_resume
 
 

@@ -18,6 +18,7 @@ from composer_dist.distributed import (
 from composer_dist.errors import ParallelismValueError
 from composer_dist.files.checked import CheckedFile, LocalSink
 from composer_dist.models import ComposerClassifier, HuggingFaceModel
+from composer_dist.random_states import seed_all
 from composer_dist.recipe.build import Session, batches, build, epoch_of, optimizer_of, tokenizer_of
 from composer_dist.recipe.data import datasets, loader
 from composer_dist.recipe.models import build_model
@@ -30,7 +31,6 @@ from composer_dist.trainer import EMA, Time
 from composer_dist.trainer.arguments import hang_limits
 from composer_dist.trainer.clock import NoTokensError
 from composer_dist.trainer.data.loader import OtherDataError
-from composer_dist.trainer.data.randomness import seed_all
 from composer_dist.trainer.improvement import NoMetricError
 
 

@@ -16,11 +16,11 @@ from composer_dist.distributed import meta_init, process_group
 from composer_dist.distributed.prepared import mesh_of
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.precision import Precision, autocast
+from composer_dist.random_states import set_aside
 from composer_dist.recipe.other_libraries.failures import blaming
 from composer_dist.recipe.schema import ChatData
 
-# Not public: only recipes and the Trainer draw random numbers and compute losses.
-from composer_dist.trainer.data.randomness import host_states, set_host_states
+# Not public: only recipes and the Trainer split data and compute losses.
 from composer_dist.trainer.data.sampling import data_part
 from composer_dist.trainer.evaluation import evaluating
 from composer_dist.trainer.state import State
@@ -78,19 +78,17 @@ def try_step(
     size = sum(parameter.numel() for parameter in model.parameters())
     if size > _LARGEST or torch.accelerator.is_available() or precision is Precision.AMP_FP8:
         return
-    states = host_states()
-    try:
-        model = deepcopy(model).train()
-        meta_init(model)
-    except Exception:  # what cannot be copied or initialized is reported where the run needs it
-        return
-    try:
-        _step(model, kind, arguments, autocast(precision, torch.device("cpu")), batch)
-    except ParallelismError as error:
-        if not any(text in str(error) for text in _UNTRIED):
-            raise
-    finally:
-        set_host_states(states)
+    with set_aside():
+        try:
+            model = deepcopy(model).train()
+            meta_init(model)
+        except Exception:  # what cannot be copied or initialized is reported where the run needs it
+            return
+        try:
+            _step(model, kind, arguments, autocast(precision, torch.device("cpu")), batch)
+        except ParallelismError as error:
+            if not any(text in str(error) for text in _UNTRIED):
+                raise
 
 
 def _step(model: ComposerModel, kind: Any, arguments: Mapping[str, Any], cast: Any, batch: Any) -> None:

@@ -14,7 +14,7 @@ from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.hangs.guard import HangGuard
 from composer_dist.distributed.ranks.launcher_variables import check_alone
 from composer_dist.errors import ParallelismValueError
-from composer_dist.trainer.data.randomness import seed_all
+from composer_dist.random_states import seed_all
 from composer_dist.trainer.data.sampling import data_part
 from composer_dist.trainer.state import State
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from composer_dist import _torch
 from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.random_states import set_host_states, states_outside_torch
 from composer_dist.tensors.nested import everything_in
 
 Place = tuple[nn.Module, str]
@@ -111,7 +112,7 @@ class BlockState:
         self._inner = list(_insides(value for own in self._attributes.values() for value in own.values()))
         for own in self._attributes.values():
             own.update({key: _WithGradient(value) for key, value in own.items() if _has_gradient(value)})
-        self._random = random.getstate(), numpy.random.get_state()
+        self._random = states_outside_torch()
 
     def drop_unchanged(self) -> None:
         """Forget the insides that a forward has not changed, so that nothing writes into them."""
@@ -136,15 +137,14 @@ class BlockState:
         now._attributes = {module: _attributes(module) for module in self._attributes}
         before = {module: _before(module, attributes) for module, attributes in self._attributes.items()}
         now._inner = [(one, _inside(one)) for one, _ in self._inner]
-        now._random = random.getstate(), numpy.random.get_state()
+        now._random = states_outside_torch()
         for module, attributes in before.items():
             for key in now._attributes[module].keys() - attributes.keys():
                 del vars(module)[key]
             vars(module).update(attributes)
         for one, then in self._inner:
             _put_back(one, then)
-        random.setstate(self._random[0])
-        numpy.random.set_state(self._random[1])
+        set_host_states(self._random)
         return now
 
 

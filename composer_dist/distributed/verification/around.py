@@ -1,14 +1,12 @@
 """Keeps everything as it was around a forward and backward that only look."""
 
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
+from composer_dist.random_states import seed_all, set_aside
 from composer_dist.structure.structure import read_structure
 
 
@@ -47,19 +45,6 @@ def as_before(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def seeded() -> Iterator[None]:
     """Inside, random numbers are the same each time; all generators are restored at the end."""
-    numpy: Any = sys.modules.get("numpy")
-    states = random.getstate(), numpy.random.get_state() if numpy else None
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    devices = [] if device is None else [torch.accelerator.current_device_index()]
-    kind = "cuda" if device is None else device.type
-    with torch.random.fork_rng(devices, device_type=kind):
-        torch.manual_seed(0)
-        random.seed(0)
-        if numpy:
-            numpy.random.seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            if numpy:
-                numpy.random.set_state(states[1])
+    with set_aside(torch.accelerator.current_accelerator(check_available=True)):
+        seed_all(0)
+        yield

@@ -27,9 +27,10 @@ from composer_dist import _torch
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.optimizers.check import check_refills
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.weights.draw import Fills, draw, fills_of
-from composer_dist.distributed.weights.trace import Initializer, random_state_kept, seed_all, trace
+from composer_dist.distributed.weights.draw import Fills, draw, fills_of, number_of
+from composer_dist.distributed.weights.trace import Initializer, trace
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from composer_dist.random_states import seed_all, set_aside
 from composer_dist.structure.families import original_classes, transformers_owners
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.select import inherited
@@ -200,9 +201,9 @@ def run_component(
             if name in real:
                 value.copy_(dense(real[name]))
             one.put(nn.Parameter(value, one.info.requires_grad) if one.info.kind == "parameter" else value)
-        with random_state_kept(device), torch.no_grad(), original_classes(set(structure.modules.values())):
+        with set_aside(device), torch.no_grad(), original_classes(set(structure.modules.values())):
             for initializer in component.initializers:
-                seed_all(f"{seed}/{initializer.module}")
+                seed_all(number_of(f"{seed}/{initializer.module}"))
                 # transformers computes tables on the CPU, even for a GPU, which rounds otherwise.
                 with torch.device("cpu" if initializer.label == "_init_weights" else device):
                     initializer.run()

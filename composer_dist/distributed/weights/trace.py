@@ -1,10 +1,7 @@
-"""Finds what initializers touch by running them on the meta device; seeds and random states."""
+"""Finds what initializers touch by running them on the meta device."""
 
-import random
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -14,8 +11,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from composer_dist import _torch
-from composer_dist.distributed.weights.draw import Operation, number_of
+from composer_dist.distributed.weights.draw import Operation
 from composer_dist.errors import ParallelismValueError
+from composer_dist.random_states import set_aside, states_outside_torch
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
 
@@ -62,7 +60,7 @@ def trace(
         recorder = _Recorder(
             {_torch.storage_key(held.get()): name for name, held in structure.tensors.items()}
         )
-        with random_state_kept(torch.device("cpu")), torch.no_grad(), _torch.all_initializers_write():
+        with set_aside(), torch.no_grad(), _torch.all_initializers_write():
             drawn = _other_states()
             for initializer in initializers:
                 mine = below.get(initializer.module, [])
@@ -101,9 +99,9 @@ def trace(
 
 def _other_states() -> tuple[Any, ...]:
     """Of Python's and NumPy's generators."""
-    numpy = sys.modules.get("numpy")
-    kind, keys, *rest = numpy.random.get_state() if numpy else ("", b"")
-    return random.getstate(), kind, bytes(keys), rest
+    states = states_outside_torch()
+    kind, keys, *rest = states.get("numpy", ("", b""))
+    return states["python"], kind, bytes(keys), rest
 
 
 def _check_ties(structure: Structure, names: list[str], initializer: Initializer) -> None:
@@ -198,30 +196,3 @@ class _Escapes(TorchFunctionMode):
 
 
 _ESCAPES = (torch.Tensor.numpy, torch.Tensor.__index__, torch.Tensor.__format__)
-
-
-def seed_all(text: str) -> None:
-    """Seed every generator that an initializer may draw from, by a hash of `text`."""
-    number = number_of(text)
-    if torch.accelerator.is_available():
-        torch.manual_seed(number)
-    else:  # torch.manual_seed also formats three stacks for accelerators that are not there
-        torch.default_generator.manual_seed(number)
-    random.seed(number)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(number & 0xFFFFFFFF)
-
-
-@contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Restore all random states afterwards."""
-    numpy = sys.modules.get("numpy")
-    python, arrays = random.getstate(), numpy.random.get_state() if numpy else None
-    kind = "cpu" if device.type == "meta" else device.type  # fork_rng keeps nothing for "meta"
-    with torch.random.fork_rng([] if kind == "cpu" else [device], device_type=kind):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            if numpy is not None:
-                numpy.random.set_state(arrays)

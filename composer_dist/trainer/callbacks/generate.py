@@ -5,10 +5,9 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
-import torch
-
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import autocast
+from composer_dist.random_states import set_aside
 from composer_dist.structure.families import position_tables
 from composer_dist.trainer.callbacks.base import Periodic
 from composer_dist.trainer.clock import Time
@@ -122,6 +121,5 @@ class Generate(Periodic):
 @contextmanager
 def _at_rest(state: State) -> Iterator[None]:
     """Evaluation mode and no gradients; afterwards modes and random numbers are as they were."""
-    devices = [] if state.device.type == "cpu" else [state.device]
-    with torch.random.fork_rng(devices, device_type=state.device.type), evaluating(state.model):
+    with set_aside(state.device), evaluating(state.model):
         yield

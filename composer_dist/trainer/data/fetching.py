@@ -9,8 +9,9 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.random_states import seed_host, set_aside
 from composer_dist.trainer.data.order import share
-from composer_dist.trainer.data.randomness import OwnRandomness, seed_host, set_aside
+from composer_dist.trainer.data.randomness import OwnRandomness
 from composer_dist.wording import listed
 
 Request = tuple[int, list[int]]

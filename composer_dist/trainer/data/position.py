@@ -15,14 +15,9 @@ from torch.utils.data import IterableDataset
 
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismValueError
+from composer_dist.random_states import host_states, set_aside, set_host_states
 from composer_dist.trainer.data.loader import DistributedDataLoader
-from composer_dist.trainer.data.randomness import (
-    from_plain,
-    host_states,
-    set_aside,
-    set_host_states,
-    to_plain,
-)
+from composer_dist.trainer.data.randomness import from_plain, to_plain
 
 _ANY_WORLD, _ITS_OWN, _COUNTED = "any world", "its own", "counted"
 

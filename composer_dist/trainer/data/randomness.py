@@ -1,46 +1,21 @@
-"""Random seeds, the states of all random generators, and deterministic algorithms."""
+"""Seeds derived from others, the states of generators in a checkpoint, and deterministic algorithms."""
 
 import hashlib
 import os
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from composer_dist.random_states import host_states, seed_host, set_host_states
+from composer_dist.random_states import set_aside as set_aside
+
 
 def derived_seed(*parts: object) -> int:
     """A seed that depends on `parts` alone, and differs for other parts."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1  # torch's seeds are signed
-
-
-def seed_host(seed: int) -> None:
-    """Seeds Python, torch on the CPU, and numpy if it has been imported."""
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-
-
-def host_states() -> dict[str, Any]:
-    """The states of Python's, torch's and (if it is in use) numpy's generators on the CPU."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    return states
-
-
-def set_host_states(states: Mapping[str, Any]) -> None:
-    """The inverse of `host_states`."""
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        import numpy as np
-
-        np.random.set_state(states["numpy"])
 
 
 def generator_states(device: torch.device, host: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -78,16 +53,6 @@ def from_plain(plain: Mapping[str, Any]) -> dict[str, Any]:
     return host
 
 
-@contextmanager
-def set_aside() -> Iterator[None]:
-    """Restores the host's generators afterwards, whatever the body draws or seeds."""
-    states = host_states()
-    try:
-        yield
-    finally:
-        set_host_states(states)
-
-
 class OwnRandomness:
     """Host generators of one's own, seeded once: each `with` continues where the last one ended."""
 
@@ -107,12 +72,6 @@ class OwnRandomness:
                 yield
             finally:
                 self._states = host_states()
-
-
-def seed_all(seed: int) -> None:
-    """Seeds Python, torch on all devices, and numpy if it has been imported."""
-    seed_host(seed)
-    torch.manual_seed(seed)
 
 
 def use_deterministic_algorithms() -> Callable[[], None]:

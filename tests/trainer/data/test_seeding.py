@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composer_dist.trainer.data.randomness import seed_all
+from composer_dist.random_states import seed_all
 from tests.kit.compare import same, weights
 from tests.kit.training import quiet, tagger
 from tests.kit.world import World
