@@ -15,7 +15,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from composer_dist.distributed.prepared import mesh_of
@@ -24,6 +24,7 @@ from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.sharding.hooks import stay_gathered
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import autocast
+from composer_dist.structure.modes import evaluating
 from composer_dist.tensors.nested import map_tensors
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.data.batch import num_samples, to_device
@@ -197,19 +198,6 @@ def _reading(state: State, feed: Feed, label: str, only_loss: bool = False) -> I
         state.dataloader, state.dataloader_label, state.dataloader_len = place
         state.batch = state.outputs = None
         state.model.only_loss = False
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; afterwards every module is in its own mode again."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 @dataclass(frozen=True)

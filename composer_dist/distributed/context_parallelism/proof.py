@@ -31,6 +31,7 @@ from composer_dist.distributed.context_parallelism.batch import IGNORED, Splitte
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.families import class_name
+from composer_dist.structure.modes import evaluating
 from composer_dist.structure.names import canonical_name
 from composer_dist.tensors.inner import local_part
 from composer_dist.tensors.nested import named_tensors, tensors_in
@@ -56,7 +57,7 @@ def prove(
         calls = [_call(splitter, one) for one in (whole, part)]
     _check_same_batch(batch, cp, agreement)
     expected, found = _Trace(small), _Trace(small, part=True)
-    with _evaluating(model):
+    with _evaluating_plainly(model):
         for trace, (args, kwargs) in zip((expected, found), calls, strict=True):
             with trace.watching(model), splitter.tables(small if trace.part else None):
                 trace.run(model, args, kwargs)
@@ -189,22 +190,17 @@ def _check_same_batch(batch: Any, cp: DeviceMesh, agreement: Agreement) -> None:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _evaluating_plainly(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in evaluation mode, without gradients, and nothing is fused or compiled."""
-    modes = {module: module.training for module in model.modules()}
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    model.eval()
     try:
-        with torch.no_grad():
-            # If the compiler is not loaded, setting the stance would load it.
-            compiling = "torch._dynamo" in sys.modules
-            with torch.compiler.set_stance("force_eager") if compiling else nullcontext():
-                yield
+        # If the compiler is not loaded, setting the stance would load it.
+        compiling = "torch._dynamo" in sys.modules
+        with evaluating(model), torch.compiler.set_stance("force_eager") if compiling else nullcontext():
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
-        for module, training in modes.items():
-            module.training = training
 
 
 def _scalars(trace: _Trace) -> list[Tensor]:

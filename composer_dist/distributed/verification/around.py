@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from composer_dist.random_states import seed_all, set_aside
+from composer_dist.structure.modes import modes_kept
 from composer_dist.structure.structure import read_structure
 
 
@@ -17,7 +18,6 @@ def as_before(model: nn.Module) -> Iterator[None]:
     Inside, no parameter has a gradient at first.
     """
     structure = read_structure(model)
-    modes = {module: module.training for module in model.modules()}
     parameters = [held.get() for held in structure.parameters.values()]
     gradients = [(one, one.grad, one.grad.clone()) for one in parameters if one.grad is not None]
     others = [held for held in structure.tensors.values() if held.info.kind != "parameter"]
@@ -25,7 +25,8 @@ def as_before(model: nn.Module) -> Iterator[None]:
     for one in parameters:
         one.grad = None
     try:
-        yield
+        with modes_kept(model):
+            yield
     finally:
         with torch.no_grad():
             for held, tensor, value in kept:
@@ -38,8 +39,6 @@ def as_before(model: nn.Module) -> Iterator[None]:
             for one, gradient, before in gradients:
                 one.grad = gradient
                 gradient.copy_(before)
-        for module, training in modes.items():
-            module.training = training
 
 
 @contextmanager
