@@ -21,14 +21,13 @@ from composer_dist.precision import as_precision
 from composer_dist.random_states import seed_all, set_aside
 from composer_dist.recipe import named
 from composer_dist.recipe.data import Loader, datasets, length, loader
-from composer_dist.recipe.models import build_model, hub_config
+from composer_dist.recipe.models import Built, build_model, tokenizer_of
 from composer_dist.recipe.other_libraries.failures import blaming, check_wandb
 from composer_dist.recipe.output.summary import RunSummary
 from composer_dist.recipe.problems import Problems
 from composer_dist.recipe.read import Configuration
 from composer_dist.recipe.schema import HubModel, Run
 from composer_dist.recipe.signature import known_names
-from composer_dist.recipe.tokenizer import tokenizer_named
 from composer_dist.recipe.trial import check_eps, samples_to_try, try_step
 from composer_dist.trainer import (
     CheckpointSaver,
@@ -70,20 +69,10 @@ def build(configuration: Configuration) -> Session:
     Raises:
         ParallelismError: on every rank; something cannot be made as the configuration asks.
     """
-    run, folder = configuration.run, configuration.folder
-    process_group.init(device=run.trainer.get("device"), reuse=True)
-    seed_all(run.seed)
-    with process_group.together("reading the data"):
-        tokenizer = tokenizer_of(run)
-        train, held_out = datasets(run, tokenizer, folder)
-        train_loader = loader(train, configuration, tokenizer, training=True)
-        eval_loader = None if held_out is None else loader(held_out, configuration, tokenizer, training=False)
-    with process_group.together("building the model"):
-        seed_all(run.seed)
-        built = build_model(run, tokenizer, folder, configuration.parallelism)
-        model, summary = built.model, RunSummary()
-        if built.parallelism is None:
-            meta_init(model)  # as the preparation would
+    run, summary = configuration.run, RunSummary()
+    train, train_loader, eval_loader, built = data_and_model(configuration)
+    model = built.model
+    with process_group.together("building the optimizer"):
         check_monitored(configuration, model, eval_loader is not None)
         optimizer = optimizer_of(run, model, configuration)
         schedulers = scheduler_of(run, optimizer, configuration, epoch_of(run, train_loader))
@@ -112,13 +101,22 @@ def build(configuration: Configuration) -> Session:
     return Session(run, model, trainer, summary)
 
 
-def tokenizer_of(run: Run) -> Any:
-    """The tokenizer of a Hugging Face model; None for any other."""
-    if not isinstance(run.model, HubModel):
-        return None
-    if run.model.tokenizer is None and run.model.pretrained is not None:
-        hub_config(run.model, None)  # an error about the model itself names model.pretrained
-    return tokenizer_named(run.model.tokenizer or run.model.pretrained or "bytes")
+def data_and_model(configuration: Configuration) -> tuple[Any, Loader, Loader | None, Built]:
+    """Makes the process group, the data to train on, the loaders and the model; every rank calls it."""
+    run, folder = configuration.run, configuration.folder
+    process_group.init(device=run.trainer.get("device"), reuse=True)
+    seed_all(run.seed)
+    with process_group.together("reading the data"):
+        tokenizer = tokenizer_of(run)
+        train, held_out = datasets(run, tokenizer, folder)
+        train_loader = loader(train, configuration, tokenizer, training=True)
+        eval_loader = None if held_out is None else loader(held_out, configuration, tokenizer, training=False)
+    with process_group.together("building the model"):
+        seed_all(run.seed)
+        built = build_model(run, tokenizer, folder, configuration.parallelism)
+        if built.parallelism is None:
+            meta_init(built.model)  # as the preparation would
+    return train, train_loader, eval_loader, built
 
 
 def optimizer_of(run: Run, model: ComposerModel, configuration: Configuration) -> Optimizer:

@@ -38,11 +38,10 @@ from composer_dist.recipe.build import (
     resume_of,
     scheduler_of,
     start_of,
-    tokenizer_of,
 )
 from composer_dist.recipe.data import datasets, length, loader
 from composer_dist.recipe.first_look.places import check_places
-from composer_dist.recipe.models import build_model
+from composer_dist.recipe.models import build_model, tokenizer_of
 from composer_dist.recipe.named import OPTIMIZERS, find, resolve
 from composer_dist.recipe.problems import blamed_on
 from composer_dist.recipe.read import Configuration, read_configuration

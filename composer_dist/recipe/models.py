@@ -27,6 +27,7 @@ from composer_dist.recipe.other_libraries.failures import (
 from composer_dist.recipe.other_libraries.nf4 import quantize
 from composer_dist.recipe.schema import HubModel, ModuleModel, PreferenceData, Run
 from composer_dist.recipe.sources.rows import classes_of
+from composer_dist.recipe.tokenizer import tokenizer_named
 from composer_dist.structure.families import errors_only, quiet
 from composer_dist.wording import listed, near_miss
 
@@ -159,6 +160,15 @@ def _composer_model(
     if run.export == "merged":
         check_mergeable(dict(adapter_hosts(made.model)))
     return made
+
+
+def tokenizer_of(run: Run) -> Any:
+    """The tokenizer of a Hugging Face model; None for any other."""
+    if not isinstance(run.model, HubModel):
+        return None
+    if run.model.tokenizer is None and run.model.pretrained is not None:
+        hub_config(run.model, None)  # an error about the model itself names model.pretrained
+    return tokenizer_named(run.model.tokenizer or run.model.pretrained or "bytes")
 
 
 def hub_config(model: HubModel, tokenizer: Any) -> Any:

@@ -9,7 +9,6 @@ from composer_dist.checkpoint import export_pretrained, full_model_state
 from composer_dist.distributed import (
     HangGuard,
     Verification,
-    meta_init,
     parallelize_composer_model,
     process_group,
     sampler_kwargs,
@@ -18,10 +17,7 @@ from composer_dist.distributed import (
 from composer_dist.errors import ParallelismValueError
 from composer_dist.files.checked import CheckedFile, LocalSink
 from composer_dist.models import ComposerClassifier, HuggingFaceModel
-from composer_dist.random_states import seed_all
-from composer_dist.recipe.build import Session, batches, build, epoch_of, optimizer_of, tokenizer_of
-from composer_dist.recipe.data import datasets, loader
-from composer_dist.recipe.models import build_model
+from composer_dist.recipe.build import Session, batches, build, data_and_model, epoch_of, optimizer_of
 from composer_dist.recipe.output.folder import run_folder
 from composer_dist.recipe.problems import blamed_on
 from composer_dist.recipe.read import Configuration
@@ -58,20 +54,11 @@ def verified(configuration: Configuration) -> Verification:
     Raises:
         ParallelismError: on every rank; something cannot be made as the configuration asks.
     """
-    run, folder = configuration.run, configuration.folder
+    run = configuration.run
     with blamed_on(configuration.document):
-        process_group.init(device=run.trainer.get("device"), reuse=True)
-        seed_all(run.seed)
-        with process_group.together("reading the data"):
-            tokenizer = tokenizer_of(run)
-            train, _ = datasets(run, tokenizer, folder)
-            data = loader(train, configuration, tokenizer, training=True)
-        with process_group.together("building the model"):
-            seed_all(run.seed)
-            built = build_model(run, tokenizer, folder, configuration.parallelism)
-            model = built.model
-            if built.parallelism is None:
-                meta_init(model)
+        _, data, _, built = data_and_model(configuration)
+        model = built.model
+        with process_group.together("building the optimizer"):
             optimizer = optimizer_of(run, model, configuration)
         place = {"num_replicas": 1, "rank": 0}
         if built.parallelism is not None:
