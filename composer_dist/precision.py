@@ -21,7 +21,6 @@ Under amp_fp8 the matrix products of the blocks' linear layers are computed in f
 """
 
 import importlib.util
-import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
@@ -31,6 +30,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.users_code import warn
 
 _DTYPES: dict[torch.dtype, tuple[str, ...]] = {
     torch.float64: ("float64", "double", "fp64"),
@@ -168,11 +168,7 @@ def _from_mapping(precision: Precision | None, values: Mapping[str, Any]) -> Mix
         )
     if values.get("buffer_dtype") is not None:
         as_dtype(values["buffer_dtype"])
-        warnings.warn(
-            "mixed_precision's buffer_dtype has no effect: FSDP2 does not cast buffers.",
-            UserWarning,
-            stacklevel=3,
-        )
+        warn("mixed_precision's buffer_dtype has no effect: FSDP2 does not cast buffers.")
     default = _default(precision)
     dtypes: dict[str, torch.dtype | None] = {}
     for key in _DTYPE_KEYS:

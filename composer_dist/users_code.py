@@ -1,9 +1,11 @@
-"""Which errors the user's own code raised, and its frames: code that is neither installed nor ours."""
+"""The user's own code, neither installed nor ours: its frames in errors, and warnings about its calls."""
 
+import inspect
 import os
 import re
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,16 @@ _OTHERS = tuple(
     for folder in (Path(__file__).parent, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 )
 """Where else code is that the user did not write."""
+_BETWEEN = {"composer_dist", "torch", "contextlib", "functools"}
+"""The packages whose frames may lie between a warning and the call that caused it."""
+
+
+def warn(text: str) -> None:
+    """Warn at the line that called this package, or the model that this package has prepared."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, UserWarning, stacklevel=level)
 
 
 def users_frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -64,9 +64,10 @@ def test_mapping_overrides_default_key_by_key() -> None:
 
 
 def test_buffer_dtype_is_accepted_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="FSDP2 does not cast buffers"):
+    with pytest.warns(UserWarning, match="FSDP2 does not cast buffers") as caught:
         policy = mixed_precision_policy("amp_bf16", {"buffer_dtype": "bf16"})
     assert policy == mixed_precision_policy("amp_bf16")
+    assert [one.filename for one in caught] == [__file__]
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
 """Finds the newest intact checkpoint, to resume from."""
 
 import os
-import warnings
 
 from composer_dist.checkpoint.background import finish_pending
 from composer_dist.checkpoint.format.opened import open_checkpoint
 from composer_dist.checkpoint.storage.place import place_of
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointError
+from composer_dist.users_code import warn
 
 
 def latest_checkpoint(directory: str | os.PathLike[str], *, verify: bool = True) -> str | None:
@@ -41,7 +41,7 @@ def newest_intact(directory: str | os.PathLike[str], verify: bool = True) -> tup
                 if verify:
                     opened.verify(agreement.ranks.index(agreement.rank), len(agreement.ranks))
         except CheckpointError as error:
-            warnings.warn(f"Skipping {path}: {error}", UserWarning, stacklevel=3)
+            warn(f"Skipping {path}: {error}")
             damaged.append(path)
         else:
             return path, damaged

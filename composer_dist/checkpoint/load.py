@@ -1,7 +1,6 @@
 """Loads checkpoints onto any mesh: every rank reads its own part."""
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from composer_dist.distributed.prepared import usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.weights.disk import check_same_files
 from composer_dist.errors import CheckpointError, CheckpointValueError
+from composer_dist.users_code import warn
 
 BARE = "the state"
 
@@ -151,7 +151,7 @@ def _match(restore: Restore, where: str, strict: bool) -> list[Loading]:
     loadings = [KINDS[kind_of(state[key])].plan(restore, key) for key in known]
     mismatch.check(f"{where} does not match", strict)
     if names := mismatch.names():
-        warnings.warn(f"{where} was loaded in part. {'. '.join(names)}.", stacklevel=4)
+        warn(f"{where} was loaded in part. {'. '.join(names)}.")
     return loadings
 
 
@@ -175,5 +175,5 @@ def _rest(opened: Opened, state: Mapping[str, Any]) -> dict[str, Any]:
         try:
             rest[key] = opened.value(code)
         except CheckpointError as error:
-            warnings.warn(f"{key!r} of the checkpoint is left out: {error}", stacklevel=3)
+            warn(f"{key!r} of the checkpoint is left out: {error}")
     return rest

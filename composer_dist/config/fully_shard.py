@@ -1,7 +1,6 @@
 """The configuration of FSDP2."""
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -10,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.config.base import ActivationCheckpointing, FromDict, require
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.users_code import warn
 from composer_dist.wording import near_miss
 
 
@@ -86,7 +86,7 @@ class FSDP2Config(FromDict):
             rest["reshard_after_forward"] = strategy == "FULL_SHARD"
         for key in sorted(rest.keys() - known):
             text = f"FSDP2Config has no {key!r}; '{key}: {rest.pop(key)}' is ignored.{near_miss(key, known)}"
-            warnings.warn(text, stacklevel=2)
+            warn(text)
         return cls.from_dict(rest)
 
 

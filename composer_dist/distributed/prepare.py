@@ -8,7 +8,6 @@ it also marks the model as unusable.
 """
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,6 +46,7 @@ from composer_dist.distributed.wishes import Request, WrapPolicy
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError
 from composer_dist.precision import Precision
 from composer_dist.structure.structure import read_structure
+from composer_dist.users_code import warn
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 ParallelizeFn = Callable[[nn.Module, DeviceMesh], nn.Module | None]
@@ -188,7 +188,7 @@ def _prepare(
     objects_stay = plan.replication is not None and stays(structure, mesh.device)
     forgotten = [] if objects_stay else forgotten_optimizers(optimizers, structure)
     for warning in [*plan.warnings, *forgotten, *(disk.warnings() if disk else ())]:
-        warnings.warn(warning, stacklevel=4)
+        warn(warning)
 
     with usable_or_marked(model, agreement=agreement):
         with agreement.together("sharding"), done.step("shard"), changes_noted(model), _torch.cheap_detach():

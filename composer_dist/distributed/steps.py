@@ -5,7 +5,6 @@ They follow Composer's: shard a model with `prepare_fully_shard`, then fill it w
 """
 
 import gc
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace as changed
@@ -50,6 +49,7 @@ from composer_dist.structure.check_aliasing import check_aliasing
 from composer_dist.structure.families import quiet_imports
 from composer_dist.structure.structure import Held, Structure, read_structure
 from composer_dist.tensors.inner import encoded
+from composer_dist.users_code import warn
 
 
 @contextmanager
@@ -197,7 +197,7 @@ def prepare_fully_shard(
         plan = build_plan(structure, request, mesh.sizes)
         check_here(structure, plan, mesh)
     for warning in plan.warnings:
-        warnings.warn(warning, stacklevel=2)
+        warn(warning)
     with usable_or_marked(model, agreement=agreement), changes_noted(model):
         structure, originals = divide(structure, plan, mesh)
         real = {name: original for name, original in originals.items() if not original.is_meta}

@@ -1,7 +1,6 @@
 """The way back: a prepared model becomes what it was before, with the values that it has now."""
 
 import gc
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from composer_dist.errors import Faults, ParallelismRuntimeError, ParallelismVal
 from composer_dist.structure.structure import Structure, read_structure
 from composer_dist.tensors.inner import as_floats, encode_into
 from composer_dist.tensors.nested import map_tensors, named_tensors
+from composer_dist.users_code import warn
 from composer_dist.wording import listed
 
 
@@ -74,7 +74,7 @@ def unparallelize_model(model: nn.Module, optimizer: Optimizer | Sequence[Optimi
     agreement.reach("the tensors to gather", mine, _check_same)
     if any(isinstance(held.get(), DTensor) for held in structure.parameters.values()):
         for warning in forgotten_optimizers(optimizers, structure):
-            warnings.warn(warning, stacklevel=2)
+            warn(warning)
     with usable_or_marked(model, agreement=agreement):
         agreement.collectively("the end of features", lambda: _end(model))
         with agreement.together("the modules"):

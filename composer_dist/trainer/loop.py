@@ -21,6 +21,7 @@ from composer_dist.trainer.microbatch import Microbatches, MicrobatchSize
 from composer_dist.trainer.schedulers import Schedule, check_steps, set_rates
 from composer_dist.trainer.state import State
 from composer_dist.trainer.step import GradientClipping, measure, train_batch
+from composer_dist.users_code import warn
 from composer_dist.wording import listed
 
 
@@ -221,11 +222,9 @@ class TrainingLoop:
         state = self._state
         batches = state.timestamp.batch - state.fit_start.batch
         if batches and not self._moved and state.finished and state.max_duration == state.schedule_end:
-            warnings.warn(
+            warn(
                 f"The learning rate was 0 in all {batches} batches: nothing was trained. Train for "
-                "longer, or shorten the warm-up.",
-                UserWarning,
-                stacklevel=4,
+                "longer, or shorten the warm-up."
             )
 
     def _step_schedulers(self) -> None:
@@ -254,8 +253,7 @@ def _check_trainable(state: State) -> None:
             "would change nothing. Build them from this model's parameters, after adapters are added."
         )
     if idle:
-        warnings.warn(
+        warn(
             f"{listed(idle, 5)}: trainable but in no optimizer, so gradients are computed for nothing. Give "
-            "them to an optimizer (built after adapters are added), or freeze them.",
-            stacklevel=4,
+            "them to an optimizer (built after adapters are added), or freeze them."
         )

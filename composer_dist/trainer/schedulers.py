@@ -6,7 +6,6 @@ are Composer's.
 """
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -19,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer.clock import Time, TimeUnit
 from composer_dist.trainer.state import State
+from composer_dist.users_code import warn
 
 _BASE = "initial_lr"  # torch's schedulers keep the first rate of a group under this key too
 
@@ -68,20 +68,16 @@ class Schedule(ABC):
             return
         now, warmup = state.passed(unit), _amount(state, self.t_warmup, unit)
         if unit is TimeUnit.EPOCH and not state.train_length and now == 0 < warmup:
-            warnings.warn(
+            warn(
                 f"{type(self).__name__} warms up for '{self.t_warmup}', but the number of batches in an "
                 "epoch is unknown, so the learning rate changes only between epochs, and is 0 in all of the "
-                "first one. Give max_duration and the times of the schedule in batches, such as '1000ba'.",
-                UserWarning,
-                stacklevel=6,
+                "first one. Give max_duration and the times of the schedule in batches, such as '1000ba'."
             )
         if now < warmup and end <= warmup:
-            warnings.warn(
+            warn(
                 f"{type(self).__name__} warms up for '{self.t_warmup}', but training ends at "
                 f"'{_end(state)}': the learning rate stays below {end / warmup:.2g} of its value. For a "
-                "short run, give the warm-up as a share, such as t_warmup='0.1dur'.",
-                UserWarning,
-                stacklevel=6,
+                "short run, give the warm-up as a share, such as t_warmup='0.1dur'."
             )
 
     def _unit(self, state: State) -> TimeUnit:
@@ -223,11 +219,10 @@ def check_steps(state: State, every_batch: bool | None, epoch_length: int | None
     if (end.unit is TimeUnit.EPOCH and end.value <= 1) or (
         end.unit is TimeUnit.BATCH and epoch_length is not None and end.value <= epoch_length
     ):
-        warnings.warn(
+        warn(
             f"Schedulers step after each epoch, and training ends at '{end}', within the first: "
             "the learning rate will not move. Pass step_schedulers_every_batch=True, or False if "
-            "that is what you want.",
-            stacklevel=4,
+            "that is what you want."
         )
 
 

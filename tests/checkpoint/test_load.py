@@ -44,8 +44,9 @@ def test_an_absent_key(tmp_path: Path, form: str) -> None:
     assert issubclass(CheckpointKeyError, KeyError)
     with pytest.raises(CheckpointKeyError, match="missing: absent"):
         load_checkpoint(tmp_path / "c", state)
-    with pytest.warns(UserWarning, match="missing: absent"):
+    with pytest.warns(UserWarning, match="missing: absent") as caught:
         load_checkpoint(tmp_path / "c", state, strict=False)
+    assert {one.filename for one in caught} == {__file__}
     assert state["absent"] == 5
 
 

@@ -289,8 +289,9 @@ def test_parallelize_fn_runs_first_and_rules_after_it(returns: bool) -> None:
 
     prefix = "inner." if returns else ""
     rules = [Rule([presets.layers(), ""], shard=True)]
-    with pytest.warns(UserWarning, match=rf"^Already sharded, left unchanged: {prefix}layers\.1"):
+    with pytest.warns(UserWarning, match=rf"^Already sharded, left unchanged: {prefix}layers\.1") as caught:
         done = parallelize_model(model, config(rules=rules), parallelize_fn=step)
+    assert {one.filename for one in caught} == {__file__}
     assert calls == [(model, ("dp_shard",))]
     assert done.model is model if not returns else done.model.inner is model  # type: ignore[union-attr]
     whole = tokens()

@@ -179,8 +179,9 @@ class Blocks(nn.Module):
 @pytest.mark.promise(87)
 def test_prepare_fully_shard_warns_as_its_plan_and_remembers_the_buckets() -> None:
     model, rules = Blocks(), [Rule("layers", shard=True)]
-    with pytest.warns(UserWarning, match="layers is a ModuleList, .* its children are used"):
+    with pytest.warns(UserWarning, match="layers is a ModuleList, .* its children are used") as caught:
         plan = prepare_fully_shard(model, ParallelismConfig(rules=rules, bucket_bytes=1 << 20))
+    assert {one.filename for one in caught} == {__file__}
     assert plan.warnings
     assert prepared.record(model).bucket_bytes == 1 << 20
 

@@ -1,7 +1,6 @@
 """Writes a transformers model's files on all ranks at once, each from its own shards."""
 
 import secrets
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from composer_dist.files.transformers import revert, untied
 from composer_dist.files.write import NewFiles, write_slabs, write_tensor
 from composer_dist.progress import Progress, Stage
 from composer_dist.tensors.inner import codec_of, dense
+from composer_dist.users_code import warn
 
 _SMALL = 1 << 20
 """Bytes; one rank alone writes a smaller part, even if several ranks hold it."""
@@ -114,11 +114,10 @@ class Export:
         if self.first:
             nonce.unlink()
         if blind and self.first:
-            warnings.warn(
+            warn(
                 f"Ranks {', '.join(map(str, blind))} do not see "
                 f"{directory.parent}, where rank {self.agreement.ranks[0]} writes: it gathers and writes "
-                "everything alone. Export to a directory that all ranks share to write in parallel.",
-                stacklevel=4,
+                "everything alone. Export to a directory that all ranks share to write in parallel."
             )
         return not blind
 

@@ -1,12 +1,12 @@
 """Reads, checks and describes the user's options for activations: a mode and its options."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, cast
 
 from composer_dist.config.base import ActivationCheckpointing
 from composer_dist.distributed.activations import selective
 from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueError
+from composer_dist.users_code import warn
 from composer_dist.wording import near_miss
 
 Mode = Literal["composable", "wrapped", "offload", "memory_budget"]
@@ -77,7 +77,7 @@ def ac_mode(value: ActivationCheckpointing, *, strict: bool = True) -> tuple[Mod
         )
         if strict:
             raise ParallelismValueError(message)
-        warnings.warn(f"{message} Using 'composable'.", UserWarning, stacklevel=2)
+        warn(f"{message} Using 'composable'.")
         return "composable", {}
     options = dict(given or {})
     if name == _SELECTIVE:

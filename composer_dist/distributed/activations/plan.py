@@ -1,6 +1,5 @@
 """The plan of activations: which modules recompute or offload them, and why."""
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +15,7 @@ from composer_dist.errors import Faults, ParallelismValueError
 from composer_dist.structure.blocks import has_forward
 from composer_dist.structure.select import inherited
 from composer_dist.structure.structure import Structure
+from composer_dist.users_code import warn
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _by_default(
         )
         if strict:
             raise ParallelismValueError(message)
-        warnings.warn(message, UserWarning, stacklevel=2)
+        warn(message)
     return names, reason
 
 

@@ -5,7 +5,6 @@ not break graphs. Identical blocks share one compilation.
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -18,6 +17,7 @@ from composer_dist.distributed import forwards
 from composer_dist.distributed.compiling.plan import CompilePlan
 from composer_dist.distributed.forwards import Layer, is_cache, is_checkpointed, without_cache
 from composer_dist.structure.structure import Structure
+from composer_dist.users_code import warn
 
 
 def apply(structure: Structure, plan: CompilePlan | None) -> None:
@@ -72,7 +72,7 @@ class _CompiledForward:
             if self._recomputed:  # inside the graph, every block would be compiled for its own index
                 args, kwargs = without_cache(_torch.unwrapped(self._module), args, kwargs)
             else:
-                warnings.warn(_CACHE, UserWarning, stacklevel=2)
+                warn(_CACHE)
         with _torch.one_side_effect() if self._recomputed else nullcontext():
             return self._compiled(*args, **kwargs)
 

@@ -5,7 +5,6 @@ of it, and attention covers all parts. The parameters are sharded over these ran
 gradients, and the mean of the ranks' losses is the loss of the whole batch.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,6 +20,7 @@ from composer_dist.distributed.context_parallelism.proof import prove
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismRuntimeError
+from composer_dist.users_code import warn
 
 _inside: ContextVar[bool] = ContextVar("context_parallel", default=False)
 
@@ -36,12 +36,10 @@ def expect_context(model: nn.Module, mesh: Mesh) -> None:
             return
         handle.remove()
         if not _inside.get():
-            warnings.warn(
+            warn(
                 f"The mesh has cp={ranks}, but the model trains outside of context_parallel(model, batch), "
                 "so every rank of a sequence computes all of it. Run forward and backward inside, or "
-                "assign these ranks to dp_shard.",
-                UserWarning,
-                stacklevel=2,
+                "assign these ranks to dp_shard."
             )
 
     handle = model.register_forward_pre_hook(look)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from datetime import timedelta
 from itertools import islice
@@ -24,6 +23,7 @@ from composer_dist.distributed.training.gradient_hooks import GradientHooks
 from composer_dist.distributed.training.local_gradients import LocalGradients
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.tensors.nested import tensors_in
+from composer_dist.users_code import warn
 from composer_dist.wording import listed
 
 _PATIENCE = timedelta(seconds=60)
@@ -195,11 +195,10 @@ class Reducer(_torch.InPlaceDDP):
         if isinstance(state, LocalSGD):
             state.next_backward()
         elif self.hook is not None and not self._several:
-            warnings.warn(
+            warn(
                 "A step calls backward several times or inside a forward, so gradients are averaged in "
                 "their own dtype at the end of each backward, and the configured comm_hook or reduce_dtype "
-                "is ignored.",
-                stacklevel=2,
+                "is ignored."
             )
         self._several = True
         self.local.clear(self.names.values())

@@ -9,7 +9,6 @@ Buffers that forward makes in another size on each rank (a rotary table for the 
 left to the ranks, after a warning.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -25,6 +24,7 @@ from composer_dist.distributed.training.changes import Before, Watch
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.parts import as_bytes
+from composer_dist.users_code import warn
 from composer_dist.wording import listed
 
 _Kind: TypeAlias = tuple[torch.Size, torch.dtype]
@@ -126,10 +126,9 @@ class FollowBuffers:
             )
         if own := sorted(name for name in changed if here[name] is None):
             self._own.update(own)
-            warnings.warn(
+            warn(
                 f"{listed(own)}: a forward has made this buffer in another shape or dtype on some ranks, so "
-                "it does not follow rank 0's any more; each rank keeps its own.",
-                stacklevel=2,
+                "it does not follow rank 0's any more; each rank keeps its own."
             )
         self._changing = (self._changing | changed) - self._own
         self._kinds.update({name: here[name] for name in changed})

@@ -9,7 +9,6 @@ one rank runs it in full and delivers the tensors. Components are independent, a
 generators seeded by its module's name, so values depend on neither the world size, the mesh nor the order.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +35,7 @@ from composer_dist.structure.names import ancestors
 from composer_dist.structure.select import inherited
 from composer_dist.structure.structure import Structure, read_structure
 from composer_dist.tensors.inner import dense
+from composer_dist.users_code import warn
 from composer_dist.wording import listed
 
 _TOGETHER = 64 << 20
@@ -103,11 +103,10 @@ def _warn_of_others(
     others = {name for one in initializers if one.label != "reset_parameters" for name in one.writes}
     written = {name: _torch.version(structure.tensors[name].get()) for name in sorted(needed - others)}
     if more := [name for name, count in written.items() if count > counts.get(name, inf)]:
-        warnings.warn(
+        warn(
             f"{listed(more, 4)} were initialized by more than the reset_parameters of their modules when the "
             "model was built, or since. From meta, only those run again. Give a class that initializes its "
-            "modules a param_init_fn, or pass param_init_fn, or build real weights on rank 0.",
-            stacklevel=2,
+            "modules a param_init_fn, or pass param_init_fn, or build real weights on rank 0."
         )
 
 

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.structure.families import quiet_imports
 from composer_dist.structure.names import child_name
+from composer_dist.users_code import warn
 from composer_dist.wording import listed
 
 _BLOCK, _SCALES = 64, 256
@@ -37,10 +37,9 @@ def quantize(model: nn.Module) -> None:
     }
     kept = [name for name in _used_by_others(model) if linears.pop(name, None) is not None]
     if kept:
-        warnings.warn(
+        warn(
             f"NF4 leaves {listed(kept, 3)} as they are: the module that they are in computes with their "
-            "weights itself.",
-            stacklevel=2,
+            "weights itself."
         )
     if own := [name for name, layer in linears.items() if type(layer).forward is not nn.Linear.forward]:
         raise ParallelismValueError(

@@ -1,6 +1,5 @@
 """The speed of training, and how much of the hardware it uses."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.speed.flops import FlopCount
 from composer_dist.trainer.speed.peak_flops import peak_flops as peak_of_device
 from composer_dist.trainer.state import State
+from composer_dist.users_code import warn
 
 
 class SpeedMonitor(Callback):
@@ -73,10 +73,9 @@ class SpeedMonitor(Callback):
         elif any(is_compiled(module) for module in state.model.modules()):
             # Dynamo permanently skips what it meets inside of a dispatch mode.
             self._learning, self._peak = False, None
-            warnings.warn(
+            warn(
                 "The FLOPs of a compiled model cannot be counted, so no MFU is logged. Give the model a "
-                "method flops_per_batch(batch).",
-                stacklevel=2,
+                "method flops_per_batch(batch)."
             )
 
     def before_forward(self, state: State, logger: Logger) -> None:

@@ -5,7 +5,6 @@ with `{% generation %}`, they are found by rendering the conversation up to each
 """
 
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from numbers import Integral
@@ -16,6 +15,7 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError, in
 from composer_dist.trainer.data.messages import conversation, read_json, text_or_messages, without_empty
 from composer_dist.trainer.data.packing import IGNORED
 from composer_dist.trainer.data.rows import Row, RowTokenizer, Tokens, check_max_length
+from composer_dist.users_code import warn
 from composer_dist.wording import listed, near_miss
 
 _CHATS = ("conversations", "messages")
@@ -101,12 +101,11 @@ class ChatTokenizer(RowTokenizer):
             whole = [self._render([*prompt, *end], row)["input_ids"] for end in ends]
         shared = min(_shared(first, one) for one in whole)
         if shared < len(first):
-            warnings.warn(
+            warn(
                 f"The prompt's tokens end with {self.tokenizer.decode(first[shared:])!r}, but not when "
                 f"{listed(answers)} follows, so the loss includes this end of the prompt. Use prompts that "
                 "end between words, or a chat template that renders a prompt in the same way with and "
-                "without an answer.",
-                stacklevel=2,
+                "without an answer."
             )
         return [(one[:shared], one[shared:]) for one in whole]
 

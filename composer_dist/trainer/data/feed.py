@@ -7,7 +7,6 @@ no sample is lost or counted twice. The same message carries whatever else must 
 rank 0's clock, a request to stop, and the failure of a dataloader.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.trainer.data.position import Reading
+from composer_dist.users_code import warn
 from composer_dist.wording import ranks_named
 
 
@@ -222,11 +222,10 @@ class Feed:
             )
         self._behind += bool(without)
         if self._behind == 2:  # one batch less happens if samples do not divide evenly
-            warnings.warn(
+            warn(
                 f"The {self._label} dataloader of {_spell(without, self._world)} ended after "
                 f"{self._count - 1} batches, before the others. Until all have ended, it repeats its last "
-                "batch at weight 0: results are exact, but its time is wasted.",
-                stacklevel=4,
+                "batch at weight 0: results are exact, but its time is wasted."
             )
 
 

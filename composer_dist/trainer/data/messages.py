@@ -1,11 +1,11 @@
 """The messages of a conversation, as chat templates take them."""
 
 import json
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.users_code import warn
 
 Message = dict[str, Any]
 _KEYS = {"from": "role", "value": "content"}
@@ -77,9 +77,8 @@ def _message(given: Mapping[str, Any], name: str) -> Message:
     if not any(one is not None for key, one in message.items() if key != "role"):
         raise ParallelismValueError(f"{name}, of role {role!r}, has no content.")
     if role not in _KNOWN:
-        warnings.warn(
+        warn(
             f"The role {role!r} is not one of {', '.join(_KNOWN)}. Nothing is learned from its messages, "
-            "unless the chat template marks them.",
-            stacklevel=2,
+            "unless the chat template marks them."
         )
     return message

@@ -1,6 +1,5 @@
 """Rows of a data set as tokens with labels."""
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -8,6 +7,7 @@ from typing import Any, ClassVar
 from composer_dist import __version__
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.trainer.data.packing import IGNORED
+from composer_dist.users_code import warn
 
 Tokens = list[int]
 Row = Mapping[str, Any]
@@ -87,12 +87,12 @@ class RowTokenizer(ABC):
     def _of_stream(self, row: Row) -> dict[str, Any]:
         made = self._counted(row)
         if made.pop(_CUT):
-            warnings.warn(f"Rows longer than {self._limit} are cut.", stacklevel=2)  # said once
+            warn(f"Rows longer than {self._limit} are cut.")  # said once
         return made
 
     def _stays(self, made: Row) -> bool:
         if not (stays := self.teaches(made)):
-            warnings.warn(f"Rows are left out: {self._useless}.", stacklevel=2)
+            warn(f"Rows are left out: {self._useless}.")
         return stays
 
     def _report(self, rows: int, kept: int, cut: int) -> None:
@@ -103,7 +103,7 @@ class RowTokenizer(ABC):
         for what, count in facts.items():
             if count:
                 verb = "is" if count == 1 else "are"
-                warnings.warn(f"{count} of {rows} rows {verb} {what}.", stacklevel=3)
+                warn(f"{count} of {rows} rows {verb} {what}.")
 
     @property
     def _limit(self) -> str:

@@ -1,7 +1,6 @@
 """Scheduled fine-tuning: parameters join the training phase by phase."""
 
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +28,7 @@ from composer_dist.trainer.finetuning.selection import Selection, select
 from composer_dist.trainer.improvement import check_measured, measured_on
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
+from composer_dist.users_code import warn
 from composer_dist.wording import listed
 
 _log = logging.getLogger("composer_dist")
@@ -138,9 +138,8 @@ class FineTuningPhases(Callback):
             if isinstance(one.until, NoImprovement):
                 check_measured("NoImprovement", one.until.metric, state)
         if self._is_last and self._is_over():
-            warnings.warn(
-                f"The last phase has already ended ('until' of phase {self.phase}): this fit trains nothing.",
-                stacklevel=2,
+            warn(
+                f"The last phase has already ended ('until' of phase {self.phase}): this fit trains nothing."
             )
         self._fix_batch_norms()
         logger.log_metrics({"phases/phase": self.phase})
@@ -222,10 +221,9 @@ class FineTuningPhases(Callback):
         for parameter in parameters.values():
             parameter.requires_grad_()
         if unmoved := self._groups.add(number, parameters, phase.lr):
-            warnings.warn(
+            warn(
                 f"Phase {number}: {', '.join(unmoved)} changes learning rates by a function, but not those "
-                f"of phases: lr stays {phase.lr}. FineTuningPhases(apply_lambdas=True) changes it too.",
-                stacklevel=2,
+                f"of phases: lr stays {phase.lr}. FineTuningPhases(apply_lambdas=True) changes it too."
             )
 
     def _start(self, number: int) -> None:
@@ -309,10 +307,9 @@ class FineTuningPhases(Callback):
         if held := self._groups.held({name: p for part in scheduled[1:] for name, p in part.items()}):
             rated = ", ".join(str(number) for number, lr in enumerate(rates) if lr is not None)
             effect = f": lr of phase {rated} has no effect" if rated else ""
-            warnings.warn(
+            warn(
                 f"{listed(held)} stay in their optimizer groups before their phase begins, and keep the rate "
-                f"of these{effect}. Leave out reduce_optimizers=False.",
-                stacklevel=2,
+                f"of these{effect}. Leave out reduce_optimizers=False."
             )
 
 

@@ -1,6 +1,5 @@
 """How far a phase has come, and whether it is over: by time, or because a metric has stopped improving."""
 
-import warnings
 from dataclasses import dataclass, field
 
 from composer_dist.distributed.ranks import process_group
@@ -8,6 +7,7 @@ from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.finetuning.schedule import NoImprovement
 from composer_dist.trainer.improvement import Improvement, no_such_metric
 from composer_dist.trainer.state import State
+from composer_dist.users_code import warn
 
 
 @dataclass(kw_only=True)
@@ -48,9 +48,8 @@ class PhaseProgress(Improvement):
         self.exhausted = bool(some_over)
         if some_over and some_not and not self.diverged:
             self.diverged = True
-            warnings.warn(
+            warn(
                 f"Ranks have different values of {until.metric}: some would end the phase, some would not. "
-                "All end it. Log a value that is the same on every rank, as torchmetrics' are.",
-                stacklevel=3,
+                "All end it. Log a value that is the same on every rank, as torchmetrics' are."
             )
         return bool(some_better)

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.logger import Row
 from composer_dist.trainer.loggers.writing import WritingLogger
+from composer_dist.users_code import warn
 
 _TIMES = ("epoch", "batch", "sample", "token", "seconds")
 _LONGEST = 1 << 26
@@ -74,10 +74,9 @@ class FileLogger(WritingLogger):
             return
         if strange:
             aside = self._path.rename(_free(self._path))
-            warnings.warn(
+            warn(
                 f"{self._path}, line {strange}, is not a line of a FileLogger. Such lines are "
-                f"left out; {aside.name} is the file as it was.",
-                stacklevel=2,
+                f"left out; {aside.name} is the file as it was."
             )
         whole.replace(self._path)
 

@@ -6,7 +6,6 @@ whether it resumes an earlier one.
 """
 
 import importlib.util
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from composer_dist.trainer.events import Every
 from composer_dist.trainer.logger import Logger, Metrics, Row
 from composer_dist.trainer.loggers.destination import LoggerDestination
 from composer_dist.trainer.state import State
+from composer_dist.users_code import warn
 
 
 class WritingLogger(LoggerDestination):
@@ -144,10 +144,7 @@ class WritingLogger(LoggerDestination):
         except self.failures as error:
             if not self._failing:
                 why = f"{type(error).__name__}: {error}"
-                warnings.warn(
-                    f"{type(self).__name__} could not write: {why}. Training continues without this record.",
-                    stacklevel=2,
-                )
+                warn(f"{type(self).__name__} could not write: {why}. Training continues without this record.")
             self._failing = True
 
     def _open(self, start: Timestamp, id: str | None) -> str | None:

@@ -1,8 +1,9 @@
 """The globs of what a run does not load from a checkpoint."""
 
-import warnings
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+
+from composer_dist.users_code import warn
 
 
 class Ignored:
@@ -21,8 +22,7 @@ class Ignored:
     def warn(self) -> None:
         """Warn of globs that matched nothing."""
         if self._unused:
-            warnings.warn(
+            warn(
                 f"load_ignore_keys: {', '.join(map(repr, self._unused))} matched nothing in the checkpoint. "
-                "Names are such as 'model.head.weight', 'optimizer', 'data', 'callbacks.EarlyStopping/0'.",
-                stacklevel=4,
+                "Names are such as 'model.head.weight', 'optimizer', 'data', 'callbacks.EarlyStopping/0'."
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from composer_dist.trainer.loop import TrainingLoop
 from composer_dist.trainer.resuming.ignored import Ignored
 from composer_dist.trainer.resuming.settings import Options, Source, compare, settings_of
 from composer_dist.trainer.state import WEIGHTS_ONLY, State, contents
+from composer_dist.users_code import warn
 from composer_dist.wording import listed
 
 
@@ -60,10 +60,7 @@ def load_run_state(
     _check_number(saved["schedulers"], state)
     named = _numbered(callbacks)
     if gone := [name for name in saved["callbacks"] if name not in named]:
-        warnings.warn(
-            f"The saved states of {', '.join(gone)} are not used: the Trainer has no such callbacks.",
-            stacklevel=3,
-        )
+        warn(f"The saved states of {', '.join(gone)} are not used: the Trainer has no such callbacks.")
     clock = dict(saved["state"])
     clock.pop("settings", None)
     loop.evaluated.clear()
@@ -171,7 +168,7 @@ def resume_run(
             return [place_of(one).set_aside() for one in damaged]
 
         moved = Agreement().reach("setting aside damaged checkpoints", "", set_aside)
-        warnings.warn(f"Damaged checkpoints are kept as {listed(moved)}.", UserWarning, stacklevel=4)
+        warn(f"Damaged checkpoints are kept as {listed(moved)}.")
     if path is None:
         return None
     verify = chosen is resume  # else it has been verified
