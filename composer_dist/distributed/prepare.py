@@ -9,7 +9,7 @@ it also marks the model as unusable.
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -21,6 +21,7 @@ from composer_dist.config.parallelism import Config, ParallelismConfig, resolve_
 from composer_dist.distributed.account import Preparation, peak, reset_peak
 from composer_dist.distributed.context_parallelism.context import expect_context
 from composer_dist.distributed.mesh.build import meet
+from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.optimizers.check import check_optimizers, check_steps, forgotten_optimizers
 from composer_dist.distributed.optimizers.follow import Follower, carry_attributes
 from composer_dist.distributed.optimizers.steps import check_former, watch_steps
@@ -40,12 +41,12 @@ from composer_dist.distributed.verification.verify import verify_model
 from composer_dist.distributed.weights import initialize
 from composer_dist.distributed.weights.disk import Pretrained, check_weights
 from composer_dist.distributed.weights.fill import Filling
-from composer_dist.distributed.weights.sources import decide_sources
+from composer_dist.distributed.weights.sources import Sources, decide_sources
 from composer_dist.distributed.weights.storage import give_memory
 from composer_dist.distributed.wishes import Request, WrapPolicy
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError
 from composer_dist.precision import Precision
-from composer_dist.structure.structure import read_structure
+from composer_dist.structure.structure import Structure, read_structure
 from composer_dist.users_code import warn
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -141,9 +142,8 @@ def _prepare(
     verify: Any = False,
     **wishes: Any,
 ) -> Preparation:
-    """The recipe. Nothing is changed before `usable_or_marked`."""
+    """The recipe. Nothing is changed before `_carry_out`, except by `parallelize_fn`."""
     process_group.init(reuse=True)
-    ready = config if isinstance(config, ParallelPlan) else None
 
     def ask() -> Request:
         check_usable(model)
@@ -163,8 +163,55 @@ def _prepare(
     reset_peak(mesh.device)
     if parallelize_fn is not None:
         model = _run_first(parallelize_fn, model, mesh.device_mesh, agreement)
-    optimizers = request.optimizers
+    ready = config if isinstance(config, ParallelPlan) else None
+    decided = _decide(model, request, ready, mesh, agreement)
+    for warning in decided.warnings():
+        warn(warning)
+    _carry_out(decided)
+    done = decided.done
+    if verify is not None and verify is not False:
+        with done.step("verify"):
+            _verify(model, None if verify is True else verify, request.optimizers)
+    done.peak_memory = peak(mesh.device)
+    if done.plan.verbose and agreement.rank == agreement.ranks[0]:
+        print(done.plan, done, sep="\n")
+    return done
 
+
+@dataclass
+class _Decided:
+    """What the ranks have agreed to do."""
+
+    done: Preparation
+    """The account, which has the model and the plan."""
+    optimizers: Sequence[Optimizer]
+    mesh: Mesh
+    agreement: Agreement
+    structure: Structure
+    """The model's, before the preparation."""
+    sources: Sources
+    components: Sequence[initialize.Component]
+    """What initializes the tensors in `sources.init`."""
+    disk: Pretrained | None
+    """Where the tensors in `sources.disk` are read from."""
+
+    def warnings(self) -> list[str]:
+        """What the user should know before the model is changed."""
+        plan = self.done.plan
+        objects_stay = plan.replication is not None and stays(self.structure, self.mesh.device)
+        forgotten = [] if objects_stay else forgotten_optimizers(self.optimizers, self.structure)
+        return [*plan.warnings, *forgotten, *(self.disk.warnings() if self.disk else ())]
+
+
+def _decide(
+    model: nn.Module, request: Request, ready: ParallelPlan | None, mesh: Mesh, agreement: Agreement
+) -> _Decided:
+    """Plan, and decide where each tensor's value comes from; nothing is changed.
+
+    Args:
+        ready: the plan, if the caller has made one.
+    """
+    optimizers = request.optimizers
     with agreement.together("the plan of the model"):
         structure = read_structure(model)
         check_former(structure)
@@ -184,18 +231,23 @@ def _prepare(
         )
         done.initialized = tuple(sorted(sources.init))
         if (init_peak := initialize.peak_bytes(components, plan.delivery.bucket_bytes)) != plan.init_peak:
-            plan = done.plan = replace(plan, init_peak=init_peak)
-    objects_stay = plan.replication is not None and stays(structure, mesh.device)
-    forgotten = [] if objects_stay else forgotten_optimizers(optimizers, structure)
-    for warning in [*plan.warnings, *forgotten, *(disk.warnings() if disk else ())]:
-        warn(warning)
+            done.plan = replace(plan, init_peak=init_peak)
+    return _Decided(done, optimizers, mesh, agreement, structure, sources, components, disk)
 
+
+def _carry_out(decided: _Decided) -> None:
+    """Change the model and the optimizers; an error leaves the model marked as unusable."""
+    done, optimizers, mesh, agreement = decided.done, decided.optimizers, decided.mesh, decided.agreement
+    model, plan, sources = done.model, done.plan, decided.sources
     with usable_or_marked(model, agreement=agreement):
         with agreement.together("sharding"), done.step("shard"), changes_noted(model), _torch.cheap_detach():
-            follower = Follower(optimizers, structure, sources.states, sources.states_here, sources.init)
-            structure, originals = divide(structure, plan, mesh)
+            before = decided.structure
+            follower = Follower(optimizers, before, sources.states, sources.states_here, sources.init)
+            structure, originals = divide(before, plan, mesh)
             give_memory(structure, originals, mesh.device)
-        filling = Filling(structure, originals, sources, components, disk, plan.delivery, mesh, agreement)
+        filling = Filling(
+            structure, originals, sources, decided.components, decided.disk, plan.delivery, mesh, agreement
+        )
         done.bytes_moved, done.bytes_read, done.transport = filling.run(follower, done.step)
         with changes_noted(model):
             if replica := plan.replication:
@@ -216,13 +268,6 @@ def _prepare(
                 now = {name: held.get() for name, held in structure.parameters.items()}
                 watch_steps(model, {name: old for name, old in follower.old.items() if old is not now[name]})
             tensor_parallel.arm(structure, plan.tensor_parallel, mesh, agreement)
-    if verify is not None and verify is not False:
-        with done.step("verify"):
-            _verify(model, None if verify is True else verify, optimizers)
-    done.peak_memory = peak(mesh.device)
-    if plan.verbose and agreement.rank == agreement.ranks[0]:
-        print(plan, done, sep="\n")
-    return done
 
 
 def _verify(model: nn.Module, batch: Any, optimizers: Sequence[Optimizer]) -> None:
