@@ -1,6 +1,7 @@
-"""The Trainer's model, prepared or moved to its device."""
+"""What the Trainer begins with: its callbacks, and its model, prepared or moved to its device."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,27 @@ from composer_dist.distributed.ranks.hangs.guard import HangGuard
 from composer_dist.distributed.ranks.launcher_variables import check_alone
 from composer_dist.errors import ParallelismValueError
 from composer_dist.random_states import seed_all
+from composer_dist.trainer.arguments import listed
+from composer_dist.trainer.callbacks import Callback, CheckpointSaver, LRMonitor, ProgressBar, SpeedMonitor
+from composer_dist.trainer.clock import Time
 from composer_dist.trainer.data.sampling import data_part
 from composer_dist.trainer.state import State
+
+
+def completed(
+    callbacks: Callback | Sequence[Callback],
+    save_folder: str | os.PathLike[str] | None,
+    save_interval: Time | str | int | None,
+    progress_bar: bool,
+) -> list[Callback]:
+    """The given callbacks, a CheckpointSaver for a `save_folder`, and those of every run that are missing."""
+    found = listed("callbacks", callbacks, Callback)
+    if save_folder is not None:
+        found.insert(0, CheckpointSaver(save_folder, save_interval or "1ep"))
+    elif save_interval is not None:
+        raise ParallelismValueError(f"save_interval={save_interval!r} needs a save_folder.")
+    standard = (LRMonitor, SpeedMonitor, ProgressBar) if progress_bar else (LRMonitor, SpeedMonitor)
+    return found + [kind() for kind in standard if not any(isinstance(one, kind) for one in found)]
 
 
 def prepare_model(

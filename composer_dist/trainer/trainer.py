@@ -24,7 +24,7 @@ from composer_dist.trainer.arguments import (
     positive,
     subset_size,
 )
-from composer_dist.trainer.callbacks import Callback, CheckpointSaver, LRMonitor, ProgressBar, SpeedMonitor
+from composer_dist.trainer.callbacks import Callback
 from composer_dist.trainer.callbacks.base import run_all
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.data.position import apart
@@ -36,7 +36,7 @@ from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.loggers.destination import LoggerDestination
 from composer_dist.trainer.loop import LoopOptions, TrainingLoop
 from composer_dist.trainer.microbatch import MicrobatchSize
-from composer_dist.trainer.prepare import prepare_model
+from composer_dist.trainer.prepare import completed, prepare_model
 from composer_dist.trainer.resuming.resume import (
     Resume,
     check_can_train,
@@ -164,14 +164,7 @@ class Trainer:
             subset=subset_size("train_subset_num_batches", train_subset_num_batches),
         )
         self._loggers = listed("loggers", loggers, LoggerDestination)
-        self.callbacks = listed("callbacks", callbacks, Callback)
-        if save_folder is not None:
-            self.callbacks.insert(0, CheckpointSaver(save_folder, save_interval or "1ep"))
-        elif save_interval is not None:
-            raise ParallelismValueError(f"save_interval={save_interval!r} needs a save_folder.")
-        standard = (LRMonitor, SpeedMonitor, ProgressBar) if progress_bar else (LRMonitor, SpeedMonitor)
-        missing = [kind() for kind in standard if not any(isinstance(one, kind) for one in self.callbacks)]
-        self.callbacks += missing
+        self.callbacks = completed(callbacks, save_folder, save_interval, progress_bar)
         self.state = State(
             model=model,
             optimizers=optimizers,
@@ -194,27 +187,34 @@ class Trainer:
             self._read(train_dataloader)
         for one in checked(self._evaluators, model):  # now, and not after the first epoch
             self._placed(one.dataloader, "evaluate")
+        self._note_settings(options, seed, batch_size(train_dataloader))
+        self.run_event(Event.INIT)
+        self.resumed_from: str | None = None if resume is None else self._resume(resume)
+        """The checkpoint with which this Trainer began."""
+
+    def _note_settings(self, options: LoopOptions, seed: int | None, size: int | None) -> None:
+        """Logs the hyperparameters, and keeps the settings for checkpoints."""
         settings = {
             "world_size": self.state.world_size,
             "max_duration": str(self._max_duration),
-            "precision": str(precision),
-            "device_train_microbatch_size": device_train_microbatch_size,
-            "accumulate": accumulate,
+            "precision": str(self.state.precision),
+            "device_train_microbatch_size": options.microbatch_size,
+            "accumulate": options.accumulate,
             "gradient_clipping": str(options.clipping),
             "seed": seed,
         }
-        held = {"accumulated_gradient_bytes": accumulated_bytes(model, accumulate)}
+        held = {"accumulated_gradient_bytes": accumulated_bytes(self.state.model, options.accumulate)}
         self.logger.log_hyperparameters(settings | held)
-        settings |= {"schedules": options.schedules, "batch_size": batch_size(train_dataloader)}
+        settings |= {"schedules": options.schedules, "batch_size": size}
         self.state.settings = settings_of(self.state, self.preparation, settings)
-        self.run_event(Event.INIT)
-        self.resumed_from: str | None = None
-        """The checkpoint with which this Trainer began."""
-        if resume is not None:
-            with self._guard.at("load"):
-                self.resumed_from = resume_run(resume, self.state, self.callbacks, self.load_state_dict)
-            if self.state.rank == 0 and (batch := self.state.timestamp.batch):
-                print(f"Resuming from {self.resumed_from} after batch {batch}.", file=sys.stderr, flush=True)
+
+    def _resume(self, resume: Resume) -> str | None:
+        """Loads a checkpoint, if there is one; returns its path."""
+        with self._guard.at("load"):
+            path = resume_run(resume, self.state, self.callbacks, self.load_state_dict)
+        if self.state.rank == 0 and (batch := self.state.timestamp.batch):
+            print(f"Resuming from {path} after batch {batch}.", file=sys.stderr, flush=True)
+        return path
 
     def fit(
         self, *, duration: Time | str | int | None = None, train_dataloader: Iterable[Any] | None = None
