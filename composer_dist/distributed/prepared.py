@@ -32,6 +32,8 @@ from composer_dist.wording import kind_in_words
 
 RECORD = "_composer_dist"
 """The attribute of a module or an optimizer that holds its record."""
+ADDED = (RECORD, "__composable", "checkpoint_fn")
+"""How the attributes begin that this library and FSDP2 add to modules, besides `forward`."""
 
 
 class Averaging(Protocol):

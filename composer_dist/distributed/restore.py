@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
-from composer_dist.distributed.prepared import Prepared, of, record
+from composer_dist.distributed.prepared import RECORD, Prepared, of, record
 from composer_dist.wording import listed
 
 _REGISTERED = {key for key, value in vars(nn.Module()).items() if isinstance(value, dict)}
@@ -159,9 +159,9 @@ class Changes:
             for name, keys in one.hooks.items():
                 for key in keys:
                     own[name].pop(key, None)
-            own.pop("_composer_dist", None)
+            own.pop(RECORD, None)
             if one.known is not None:
-                own["_composer_dist"] = one.known
+                own[RECORD] = one.known
 
 
 def _of_others(wrapper: nn.Module, then: _ModuleThen) -> Iterator[str]:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from composer_dist import _torch
+from composer_dist.distributed.prepared import ADDED
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.random_states import set_host_states, states_outside_torch
 from composer_dist.tensors.nested import everything_in
 
 Place = tuple[nn.Module, str]
 _REGISTERED = frozenset(vars(nn.Module())) - {"training"}
-_OURS = ("_composer_dist", "__composable", "checkpoint_fn")
 _DEPTH = 2
 """How deep to look into what is held in attributes."""
 SMALL = 1 << 16
@@ -216,7 +216,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {
         key: value
         for key, value in vars(module).items()
-        if key not in _REGISTERED and key != "forward" and not key.startswith(_OURS)
+        if key not in _REGISTERED and key != "forward" and not key.startswith(ADDED)
     }
 
 

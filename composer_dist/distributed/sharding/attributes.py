@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from composer_dist.distributed.prepared import ADDED
 from composer_dist.structure.check_aliasing import NO_COPIES
 from composer_dist.tensors.nested import may_hold
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_OURS = ("_composer_dist", "__composable", "forward", "checkpoint_fn")
-"""How the attributes begin that this library and FSDP2 add to modules."""
+_OURS = (*ADDED, "forward")
 
 
 class Attributes:
