@@ -80,9 +80,15 @@ def place_of(path: str | os.PathLike[str]) -> Place:
     text = os.fspath(path)
     if not text:
         raise CheckpointValueError("The path of the checkpoint is empty.")
-    if is_url(text):
-        return RemotePlace(text)
-    return LocalPlace(Path(os.path.abspath(text.removeprefix("file://"))))
+    here = local_path(text)
+    return RemotePlace(text) if here is None else LocalPlace(Path(os.path.abspath(here)))
+
+
+def local_path(text: str) -> Path | None:
+    """The path that a text is, also after `file://`; None if it is a URL of a file system that fsspec has."""
+    if "://" in text and not text.startswith("file://"):
+        return None
+    return Path(text.removeprefix("file://"))
 
 
 def complete(place: Place, token: str, marks: dict[str, bytes], keep: int | None) -> None:
@@ -104,23 +110,18 @@ def remove_older(place: Place, keep: int | None, spare: Collection[str] = ()) ->
                 place_of(old).remove()
 
 
-def is_url(path: str) -> bool:
-    """Whether a path is of a file system that fsspec supports; `file://` is a path."""
-    return "://" in path and not path.startswith("file://")
-
-
 def point(folder: str, link: str, name: str) -> None:
     """Make `link` in a folder lead to the checkpoint `name` in it, atomically.
 
     It is a link, or a file with the name where links are impossible.
     """
-    if is_url(folder):
+    if (directory := local_path(folder)) is None:
         import fsspec  # type: ignore[import-untyped]
 
         with fsspec.open(f"{folder.rstrip('/')}/{link}", "w") as file:
             file.write(name)
         return
-    path = Path(folder.removeprefix("file://")) / link
+    path = directory / link
     aside = path.with_name(f".{link}.tmp")
     with suppress(FileNotFoundError):
         aside.unlink()
@@ -182,8 +183,8 @@ def vacate(folder: str, present: str, overwrite: bool) -> None:
         )
     for one in found:
         place_of(one).remove()
-    if found and not is_url(folder):
-        for link in Path(folder.removeprefix("file://")).iterdir():
+    if found and (path := local_path(folder)) is not None:
+        for link in path.iterdir():
             if link.is_symlink() and not link.exists():
                 link.unlink()
 
@@ -209,14 +210,15 @@ def name_from(filename: str, counts: Mapping[str, int]) -> str:
 
 
 def clear_unfinished(folder: str, filename: str) -> None:
-    """Remove what killed saves left in a local folder; no save to it may be in progress.
+    """Remove what killed saves left in a folder, if it is local; no save to it may be in progress.
 
     Args:
         filename: of the checkpoints, with fields for numbers; others stay.
     """
     parts = Formatter().parse(filename)
     names = re.compile("".join(re.escape(text) + "[0-9]+" * (field is not None) for text, field, *_ in parts))
-    path = Path(folder.removeprefix("file://"))
+    if (path := local_path(folder)) is None:
+        return
     with suppress(OSError, CheckpointError):  # the save reports what is wrong with the folder
         for name in filter(names.fullmatch, local.unfinished(path)):
             local.clear_unfinished(path / name)

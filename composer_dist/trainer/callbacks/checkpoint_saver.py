@@ -14,7 +14,7 @@ from composer_dist.checkpoint.storage.lock import FolderLock
 from composer_dist.checkpoint.storage.place import (
     check_writable,
     clear_unfinished,
-    is_url,
+    local_path,
     name_from,
     place_of,
     point,
@@ -140,8 +140,7 @@ class CheckpointSaver(Callback):
         self._slow = False
         """Whether it has been reported that a save takes long."""
         self._lock: FolderLock | None = None
-        if not is_url(self.folder):
-            path = self.folder.removeprefix("file://")
+        if (path := local_path(self.folder)) is not None:
             self._lock = FolderLock(path, f"the folder of checkpoints {path}", "another folder")
 
     def init(self, state: State, logger: Logger) -> None:
@@ -152,7 +151,7 @@ class CheckpointSaver(Callback):
                 saves to the folder.
         """
         self._sharded = state_dict_type(state.model) == "sharded"
-        if not self._sharded and is_url(self.folder):
+        if not self._sharded and local_path(self.folder) is None:
             raise ParallelismValueError(
                 f'FSDP2Config(state_dict_type="full"): no run can be resumed from single files at a URL '
                 f'({self.folder}). Use state_dict_type="sharded", or a folder.'
