@@ -41,7 +41,7 @@ from composer_dist.trainer import (
 )
 
 # Not public: only recipes and the Trainer check.
-from composer_dist.trainer.arguments import check_duration, listed
+from composer_dist.trainer.arguments import as_list, check_duration
 from composer_dist.trainer.data.batch import num_samples, num_tokens
 from composer_dist.trainer.data.feed import length_of
 from composer_dist.trainer.evaluation import check_metrics
@@ -126,7 +126,7 @@ def optimizer_of(run: Run, model: ComposerModel, configuration: Configuration) -
     arguments = default_rate(run) | run.optimizer.arguments
     with blaming(f"optimizer {run.optimizer.name!r}"):
         made: Optimizer
-        (made,) = listed("optimizer.name", kind(trainable, **arguments), Optimizer)
+        (made,) = as_list("optimizer.name", kind(trainable, **arguments), Optimizer)
     return check_eps(made)
 
 

@@ -59,7 +59,7 @@ from composer_dist.trainer import (
 )
 
 # Not public: only recipes and the Trainer check.
-from composer_dist.trainer.arguments import check_options, listed
+from composer_dist.trainer.arguments import as_list, check_options
 from composer_dist.trainer.resuming.resume import check_resume
 
 
@@ -103,8 +103,8 @@ def describe(configuration: Configuration, world: int) -> str:
     _check_initialized(run, model)
     state = start_of(run, model, optimizer, schedulers, epoch)
     check_steps(configuration, train, train_loader, state, streams=True)
-    callbacks: list[Callback] = listed("callbacks", callbacks_of(configuration), Callback)
-    listed("loggers", loggers_of(configuration), LoggerDestination)
+    callbacks: list[Callback] = as_list("callbacks", callbacks_of(configuration), Callback)
+    as_list("loggers", loggers_of(configuration), LoggerDestination)
     for callback in callbacks:
         if isinstance(callback, Generate):
             callback.init(state, Logger(state, []))

@@ -17,7 +17,7 @@ SECTIONS = ("setup", "step", "evaluation", "save", "load")
 T = TypeVar("T")
 
 
-def listed(name: str, given: T | Sequence[T] | None, kind: type[T]) -> list[T]:
+def as_list(name: str, given: T | Sequence[T] | None, kind: type[T]) -> list[T]:
     """One or several objects of a kind as a list."""
     items: list[Any] = list(given) if isinstance(given, Sequence) else [] if given is None else [given]
     if wrong := {type(item).__name__ for item in items if not isinstance(item, kind)}:

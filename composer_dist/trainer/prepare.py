@@ -16,7 +16,7 @@ from composer_dist.distributed.ranks.hangs.guard import HangGuard
 from composer_dist.distributed.ranks.launcher_variables import check_alone
 from composer_dist.errors import ParallelismValueError
 from composer_dist.random_states import seed_all
-from composer_dist.trainer.arguments import listed
+from composer_dist.trainer.arguments import as_list
 from composer_dist.trainer.callbacks import Callback, CheckpointSaver, LRMonitor, ProgressBar, SpeedMonitor
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.data.sampling import data_part
@@ -30,7 +30,7 @@ def completed(
     progress_bar: bool,
 ) -> list[Callback]:
     """The given callbacks, a CheckpointSaver for a `save_folder`, and those of every run that are missing."""
-    found = listed("callbacks", callbacks, Callback)
+    found = as_list("callbacks", callbacks, Callback)
     if save_folder is not None:
         found.insert(0, CheckpointSaver(save_folder, save_interval or "1ep"))
     elif save_interval is not None:

@@ -17,10 +17,10 @@ from composer_dist.distributed.training.gradients import Accumulate, accumulated
 from composer_dist.errors import ParallelismValueError
 from composer_dist.precision import Precision, as_precision
 from composer_dist.trainer.arguments import (
+    as_list,
     check_duration,
     check_options,
     hang_limits,
-    listed,
     positive,
     subset_size,
 )
@@ -152,7 +152,7 @@ class Trainer:
         subset = subset_size("eval_subset_num_batches", eval_subset_num_batches)
         self._evaluators = [one.limited(subset) for one in as_evaluators(eval_dataloader)]
         resume = Resume.of(resume, load_path, autoresume)
-        optimizers = listed("optimizers", optimizers, Optimizer)
+        optimizers = as_list("optimizers", optimizers, Optimizer)
         torch_schedulers, schedules = sorted_out(schedulers, optimizers)
         options = LoopOptions(
             microbatch_size=device_train_microbatch_size,
@@ -163,7 +163,7 @@ class Trainer:
             timetable=Timetable(self._evaluators, positive("eval_interval", eval_interval)),
             subset=subset_size("train_subset_num_batches", train_subset_num_batches),
         )
-        self._loggers = listed("loggers", loggers, LoggerDestination)
+        self._loggers = as_list("loggers", loggers, LoggerDestination)
         self.callbacks = completed(callbacks, save_folder, save_interval, progress_bar)
         self.state = State(
             model=model,

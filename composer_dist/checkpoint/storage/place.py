@@ -209,7 +209,7 @@ def name_from(filename: str, counts: Mapping[str, int]) -> str:
         raise ParallelismValueError(f"filename={filename!r}: {error}.") from error
 
 
-def clear_unfinished(folder: str, filename: str) -> None:
+def clear_folder(folder: str, filename: str) -> None:
     """Remove what killed saves left in a folder, if it is local; no save to it may be in progress.
 
     Args:

@@ -112,7 +112,7 @@ def is_reentrant(options: Mapping[str, Any]) -> bool:
     return bool(getattr(implementation, "name", implementation) == "REENTRANT")
 
 
-def in_words(mode: Mode, options: Mapping[str, Any]) -> str:
+def mode_in_words(mode: Mode, options: Mapping[str, Any]) -> str:
     """What happens to the activations of a module, for `explain`."""
     if mode == "memory_budget":
         return f"kept or recomputed by torch.compile within {options['budget']:.0%} of the memory"

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from composer_dist.distributed.activations.options import Mode, ac_mode, in_words
+from composer_dist.distributed.activations.options import Mode, ac_mode, mode_in_words
 from composer_dist.distributed.feature_plan import FeaturePlan
 from composer_dist.distributed.forwards import is_checkpointed
 from composer_dist.distributed.moving.memory import pins
@@ -46,7 +46,7 @@ class ActivationPlan(FeaturePlan):
 
     def explain(self, module: str) -> str:
         return " ".join(
-            f"Its activations are {in_words(one.mode, one.options)}, because {one.reason}."
+            f"Its activations are {mode_in_words(one.mode, one.options)}, because {one.reason}."
             for one in self.modules
             if one.module == module
         )

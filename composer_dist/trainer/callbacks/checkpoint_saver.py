@@ -13,7 +13,7 @@ from composer_dist.checkpoint.kinds.optimizer_names import parameter_names
 from composer_dist.checkpoint.storage.lock import FolderLock
 from composer_dist.checkpoint.storage.place import (
     check_writable,
-    clear_unfinished,
+    clear_folder,
     local_path,
     name_from,
     place_of,
@@ -260,7 +260,7 @@ class CheckpointSaver(Callback):
             with process_group.together("the folder of checkpoints"):
                 if state.rank == 0 and self._lock is not None:
                     self._lock.check()
-                    clear_unfinished(self.folder, self._filename)
+                    clear_folder(self.folder, self._filename)
             self._pending = save_checkpoint(
                 path, saved, sharded=self._sharded, asynchronous=self._asynchronous
             )

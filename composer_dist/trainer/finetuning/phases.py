@@ -19,7 +19,7 @@ from composer_dist.trainer.finetuning.progress import PhaseProgress
 from composer_dist.trainer.finetuning.schedule import (
     NoImprovement,
     Phase,
-    Schedule,
+    PhaseSchedule,
     default_phases,
     dump_schedule,
     phases_of,
@@ -66,7 +66,7 @@ class FineTuningPhases(Callback):
 
     def __init__(
         self,
-        schedule: Schedule | None = None,
+        schedule: PhaseSchedule | None = None,
         *,
         restore_best: bool = True,
         no_decay: str | Sequence[str] = (),

@@ -111,11 +111,11 @@ class Phase(FromDict):
         return values | ({"until": str(self.until)} if self.until is not None else {})
 
 
-Schedule = Sequence[Phase | Mapping[str, Any]] | Mapping[int, Phase | Mapping[str, Any]] | str | Path
+PhaseSchedule = Sequence[Phase | Mapping[str, Any]] | Mapping[int, Phase | Mapping[str, Any]] | str | Path
 """Phases in order, or by their numbers from 0, or the path of a YAML file with either."""
 
 
-def phases_of(schedule: Schedule) -> tuple[Phase, ...]:
+def phases_of(schedule: PhaseSchedule) -> tuple[Phase, ...]:
     """The phases of a schedule in any form, after the checks that need no model.
 
     Raises:
@@ -164,7 +164,7 @@ def default_phases(model: nn.Module, *, until: Time | str | NoImprovement = "1ep
     return [Phase(pair, until=until) for pair in pairs[:-1]] + [Phase(pairs[-1])]
 
 
-def dump_schedule(schedule: Schedule, path: str | Path) -> None:
+def dump_schedule(schedule: PhaseSchedule, path: str | Path) -> None:
     """Writes phases as a YAML file, to edit and to read back with `load_schedule`."""
     values = [phase.to_dict() for phase in phases_of(schedule)]
     Path(path).write_text(yaml.safe_dump(values, sort_keys=False, width=100))
