@@ -278,7 +278,7 @@ class _Dispatch:
 def _is_cut(tensor: DTensor) -> bool:
     """Whether this library has cut a tensor, and among several ranks, so that parts have to be gathered."""
     layout = Layout.known(tensor) if tensor.device_mesh.size() > 1 else None
-    return layout is not None and (layout.rows or layout.tp_dim is not None)
+    return layout is not None and layout.cut
 
 
 def _copy(value: Tensor, dtype: torch.dtype | None) -> Tensor:

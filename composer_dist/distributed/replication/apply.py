@@ -90,4 +90,4 @@ def ddp_sync_context(
     if strategy is DDPSyncStrategy.FORCED_SYNC and is_final_microbatch:
         average_gradients([parameter for parameter in model.parameters() if parameter.requires_grad])
         for replica in filter(None, map(replica_of, model.modules())):
-            replica.averaged()
+            replica.mark_averaged()

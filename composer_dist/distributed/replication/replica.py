@@ -113,8 +113,8 @@ class Replica:
         if self._ddp is not None:
             self._ddp.refuse_partial(would)
 
-    def averaged(self) -> None:
-        """All gradients have been averaged without DDP."""
+    def mark_averaged(self) -> None:
+        """Note that all gradients have been averaged without DDP."""
         self._local.clear()
 
     def renew(self) -> None:

@@ -117,6 +117,7 @@ class ShardingPlan(FeaturePlan):
         groups = [("dp_replicate", sizes["dp_replicate"]), (dimension, rank.at.shards)]
         groups = [(name, size) for name, size in groups if size > 1]
         whole = [one for one in infos if one.name in self.plain and one.requires_grad]
+        buffers = [one for one in infos if one.kind == "buffer"]
         return UnitTraffic(
             units={unit.name: _sizes(unit, rank) for unit in self.units},
             dimension=dimension,
@@ -127,10 +128,8 @@ class ShardingPlan(FeaturePlan):
                 for unit in self.units
                 if not isinstance(unit.reshard_after_forward, bool)
             },
-            first=[
-                *followed_buffers((one for one in infos if one.kind == "buffer"), self.batch_norms, groups)
-            ],
-            last=[*averaged_gradients(whole, groups)],
+            first=list(followed_buffers(buffers, self.batch_norms, groups)),
+            last=list(averaged_gradients(whole, groups)),
         )
 
     def notes(self) -> Iterator[str]:

@@ -99,7 +99,7 @@ class ChatTokenizer(RowTokenizer):
                 )
             first = self._render(prompt, row, add_generation_prompt=True)["input_ids"]
             whole = [self._render([*prompt, *end], row)["input_ids"] for end in ends]
-        shared = min(_shared(first, one) for one in whole)
+        shared = min(common_start(first, one) for one in whole)
         if shared < len(first):
             warn(
                 f"The prompt's tokens end with {self.tokenizer.decode(first[shared:])!r}, but not when "
@@ -191,7 +191,7 @@ class ChatTokenizer(RowTokenizer):
                 raise _unclear(number, why) from error
             if not (after.startswith(before) and whole.startswith(after)):
                 raise _unclear(number, "renders it in another way once the conversation continues")
-            yield max(len(before), _shared(asked, after)), len(after)
+            yield max(len(before), common_start(asked, after)), len(after)
 
     def _template(self, row: Row) -> str:
         tools = _tools(row)
@@ -241,7 +241,7 @@ def _tokens(value: Any, column: str) -> Tokens:
     return tokens
 
 
-def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+def common_start(first: Sequence[Any], second: Sequence[Any]) -> int:
     """How many elements two sequences have in common from their start."""
     pairs = zip(first, second, strict=False)
     return next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from composer_dist.errors import ParallelismValueError
-from composer_dist.trainer.data.chat import ChatTokenizer
+from composer_dist.trainer.data.chat import ChatTokenizer, common_start
 from composer_dist.trainer.data.messages import text_or_messages
 from composer_dist.trainer.data.packing import IGNORED
 from composer_dist.trainer.data.padding import PadRows
@@ -101,8 +101,7 @@ class PadPreferences:
 def _with_prompt(row: Row) -> dict[str, Any]:
     """The row with what both answers begin with as its prompt."""
     chosen, rejected = row["chosen"], row["rejected"]
-    pairs = zip(chosen, rejected, strict=False)
-    same = next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
+    same = common_start(chosen, rejected)
     if same and chosen[same - 1] == " ":  # the answers begin with their space
         same -= 1
     return {**row, "prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
