@@ -1,4 +1,9 @@
-"""Makes an exported directory appear in one step, and writes everything in it except the weights."""
+"""Puts an export into its directory when all is written, and writes everything in it except the weights.
+
+The files are moved one by one, the index of the weights and `config.json` (of an adapter,
+`adapter_config.json`) last: transformers and peft load nothing from a new directory before it is complete.
+Over an earlier export, a process that is killed between two moves leaves files of both.
+"""
 
 import json
 import os
@@ -23,6 +28,9 @@ _TEMPORARY = ".export-"
 """How the temporary directory's name begins."""
 _ADAPTER = re.compile(r"adapter_config\.json|adapter_model\.(safetensors|bin)")
 """The names that peft gives to the files of an adapter."""
+
+_LAST = (Path("model.safetensors.index.json"), Path("adapter_config.json"), Path("config.json"))
+"""The files without which the others are not found, in the order in which they are moved."""
 
 
 @contextmanager
@@ -104,10 +112,10 @@ def _replace(staging: Path, path: Path) -> None:
     """Move the new files over the old ones and remove weights of an earlier export.
 
     transformers prefers a `model.safetensors` to an index, so a stale one would be read instead. It also
-    applies an adapter that it finds next to a model.
+    applies an adapter that it finds next to a model. Both are gone when the new index arrives.
     """
     written = {file.relative_to(staging) for file in staging.rglob("*") if file.is_file()}
-    for file in written:
+    for file in written.difference(_LAST):
         (path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.move(staging / file, path / file)
     has_adapter = any(_ADAPTER.fullmatch(file.name) for file in written)
@@ -115,3 +123,5 @@ def _replace(staging: Path, path: Path) -> None:
         stale = _WEIGHTS.fullmatch(old.name) or (_ADAPTER.fullmatch(old.name) and not has_adapter)
         if stale and old.relative_to(path) not in written:
             old.unlink()
+    for file in filter(written.__contains__, _LAST):
+        shutil.move(staging / file, path / file)
