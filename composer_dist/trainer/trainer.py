@@ -188,7 +188,8 @@ class Trainer:
         for one in checked(self._evaluators, model):  # now, and not after the first epoch
             self._placed(one.dataloader, "evaluate")
         self._note_settings(options, seed, batch_size(train_dataloader))
-        self.run_event(Event.INIT)
+        with self._guard.at("setup"):
+            self.run_event(Event.INIT)
         self.resumed_from: str | None = None if resume is None else self._resume(resume)
         """The checkpoint with which this Trainer began."""
 
@@ -272,8 +273,7 @@ class Trainer:
             One entry per batch, its tensors on the CPU.
         """
         with self._closing_on_error():
-            dataloader = placed(dataloader, self._data_part)
-            return predict(self.state, dataloader, self.run_event, return_outputs)
+            return predict(self.state, placed(dataloader, self._data_part), self.run_event, return_outputs)
 
     def state_dict(self) -> dict[str, Any]:
         """What a later process needs to resume, besides model and optimizers; every rank must ask.

@@ -11,9 +11,19 @@ from torch.optim import Adam
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset
 
+from composer_dist.distributed.ranks.hangs import guard
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models import ComposerClassifier
-from composer_dist.trainer import Callback, CheckpointSaver, EarlyStopper, LossScaling, Time, Trainer
+from composer_dist.trainer import (
+    Callback,
+    CheckpointSaver,
+    EarlyStopper,
+    Logger,
+    LossScaling,
+    State,
+    Time,
+    Trainer,
+)
 from tests.kit.compare import close, weights
 from tests.kit.training import (
     Scores,
@@ -324,3 +334,15 @@ def test_arguments_and_classes_with_composers_names(
     assert EarlyStopper("loss/eval/total", "eval")._monitor == "loss/eval/total"
     with pytest.raises(ParallelismValueError, match=r"comp must be torch\.less or torch\.greater"):
         EarlyStopper("score", "eval", max)
+
+
+def test_callbacks_are_guarded_against_hangs_from_their_first_event_on() -> None:
+    """So the other ranks report what a callback has raised on one of them."""
+    seen = []
+
+    class Looks(Callback):
+        def init(self, state: State, logger: Logger) -> None:
+            seen.extend(one.section for one in guard._guards)
+
+    quiet(callbacks=Looks())
+    assert seen == ["setup"]

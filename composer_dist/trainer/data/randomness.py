@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from composer_dist.random_states import host_states, seed_host, set_host_states
-from composer_dist.random_states import set_aside as set_aside
+from composer_dist.random_states import host_states, seed_host, set_aside, set_host_states
 
 
 def derived_seed(*parts: object) -> int:

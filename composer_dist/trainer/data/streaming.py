@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.random_states import set_aside
 from composer_dist.trainer.data.loader import positive
-from composer_dist.trainer.data.randomness import set_aside
 
 
 class StreamingDataLoader:
