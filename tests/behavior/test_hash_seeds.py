@@ -5,16 +5,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.kit.grids import slow
 from tests.kit.ports import reserved_port
 
 
-def test_no_collective_follows_the_order_of_a_set(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pretrained", [False, slow(True)])
+def test_no_collective_follows_the_order_of_a_set(tmp_path: Path, pretrained: bool) -> None:
     """The other tests' ranks are forked from one process, whose hash seed they share."""
     with reserved_port() as port:
         world = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.kit.scripts.hashed", str(tmp_path)],
+                [sys.executable, "-m", "tests.kit.scripts.hashed", str(tmp_path), str(pretrained)],
                 cwd=Path(__file__).parents[2],
                 env=world | {"PYTHONHASHSEED": str(rank), "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.PIPE,

@@ -1,8 +1,12 @@
-"""One rank of a model's life in every mode; sets of strings have another order in each of these processes."""
+"""One rank of a model's life in several modes; sets of strings have another order in each of these processes.
+
+Its arguments: a folder, and whether the models are transformers'.
+"""
 
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,24 +26,28 @@ from composer_dist.distributed import (
     verify_model,
 )
 from tests.kit.compare import equal
-from tests.kit.huggingface import lora_llama, tied_llama
-from tests.kit.meshes import MESHES, config
-from tests.kit.toy import built
+from tests.kit.meshes import MESHES
+from tests.kit.toy import Toy, built, tokens, trainable
 
 warnings.simplefilter("ignore")
-folder = Path(sys.argv[1])
+folder, pretrained = Path(sys.argv[1]), sys.argv[2] == "True"
 dist.init_process_group("gloo")
-on_meta = "meta" if dist.get_rank() else "cpu"
-for number, (make, mesh) in enumerate(
-    [(tied_llama, "fsdp2"), (tied_llama, "ddp"), (lora_llama, "fsdp2"), (tied_llama, "tp")]
-):
-    model, reference = built(make, device=on_meta), built(make)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+cases: list[tuple[Any, str]] = [(Toy, "fsdp2"), (Toy, "ddp")]
+if pretrained:
+    from tests.kit.huggingface import lora_llama, tied_llama
+
+    cases = [(tied_llama, "fsdp2"), (lora_llama, "fsdp2"), (tied_llama, "tp")]
+for number, (make, mesh) in enumerate(cases):
+    model: Any = built(make, device="meta" if dist.get_rank() else "cpu")
+    reference = built(make)
+    optimizer = torch.optim.AdamW(trainable(model), lr=0.1)
     parallelize_model(model, MESHES[mesh][1], optimizer)
     ids = torch.arange(16).view(2, 8)
-    found = verify_model(model, reference, batch={"input_ids": ids, "labels": ids}, optimizer=optimizer)
+    batch: Any = {"input_ids": ids, "labels": ids} if pretrained else tokens()
+    loss = None if pretrained else (lambda outputs, batch: outputs.square().mean())
+    found = verify_model(model, reference, batch=batch, optimizer=optimizer, loss=loss)
     assert found.ok, str(found)
-    model(input_ids=ids, labels=ids).loss.backward()
+    (model(**batch).loss if pretrained else model(batch).square().mean()).backward()
     clip_grad_norm(model, 1.0)
     optimizer.step()
     with summon_full_params(model, with_grads=True):
@@ -50,13 +58,12 @@ for number, (make, mesh) in enumerate(
         path = folder / f"{number}-{sharded}"
         save_checkpoint(path, state, sharded=sharded)
         load_checkpoint(path, state)
-    export_pretrained(model, folder / f"{number}-export")
+    if pretrained:
+        export_pretrained(model, folder / f"{number}-export")
     equal((full_model_state(model), full_optimizer_state(model, optimizer)), before)
     unparallelize_model(model, optimizer)
-built_again = built(device="meta")
-parallelize_model(built_again, config())  # initialized, in the same order on all ranks
-print(
-    torch.cat([one.flatten() for one in full_model_state(built_again, ranks="all").values()]).double().sum()
-)
+from_meta = built(device="meta")
+parallelize_model(from_meta, "fsdp")  # initialized, in the same order on all ranks
+print(sum(float(one.double().sum()) for one in full_model_state(from_meta, ranks="all").values()))
 dist.barrier()
 dist.destroy_process_group()
