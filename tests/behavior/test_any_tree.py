@@ -124,7 +124,7 @@ def fake_world() -> None:
 
 
 @settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+    max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
 )
 @given(st.data())
 def test_every_parameter_is_covered_once_or_the_trouble_is_named(data: Any) -> None:

@@ -101,7 +101,7 @@ def reference(kind: str, dtype: str) -> Any:
 @pytest.mark.parametrize(
     ("mode", "which"),
     in_the_default_run(
-        *((mode, 0) for mode in MODES if mode not in ("fsdp4", "hsdp_tp")),
+        *((mode, 0) for mode in MODES if mode not in ("fsdp4", "hsdp_tp", "fsdp_cp")),
         among=itertools.product(MODES, range(4)),
     ),
 )

@@ -275,7 +275,7 @@ def test_a_rule_sets_a_unit_apart() -> None:
 
 
 @pytest.mark.promise(103)
-@RESHARD
+@pytest.mark.parametrize(("ranks", "reshard"), [slow(2, True), (2, False), slow(4, 2)])
 @on_ranks("ranks")
 def test_every_function_after_an_evaluation(ranks: int, reshard: bool | int) -> None:
     reference, model = twins(models.tied)

@@ -22,7 +22,7 @@ make_llama = partial(built, llama)  # column- and row-wise parallel matrices
 
 @pytest.mark.parametrize("sharded", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "saved", ["fsdp2", "hsdp", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("plain", "ddp"))]
+    "saved", ["hsdp", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("fsdp2", "plain", "ddp"))]
 )
 def test_any_mesh_to_any_mesh(tmp_path: Path, saved: str, sharded: bool) -> None:
     path = str(tmp_path / "checkpoint")

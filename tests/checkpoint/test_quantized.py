@@ -21,7 +21,8 @@ from composer_dist.distributed.moving.gather import gather
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
 from composer_dist.tensors.inner import dense, inner_tensors
 from tests.kit.compare import same
-from tests.kit.quantized import KINDS, NF4, Stack, adam, nf4_llama, quantize
+from tests.kit.grids import slow
+from tests.kit.quantized import NF4, Stack, adam, nf4_llama, quantize
 from tests.kit.toy import built
 from tests.kit.world import World
 
@@ -70,7 +71,7 @@ def load(path: str, kind: str, start: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.promise(46)
-@KINDS
+@pytest.mark.parametrize("kind", [slow("int8"), pytest.param("nf4", marks=NF4)])
 def test_a_checkpoint_holds_the_quantized_bits(
     world1: World, world2: World, world4: World, tmp_path: Path, kind: str
 ) -> None:

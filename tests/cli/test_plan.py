@@ -93,6 +93,7 @@ def test_a_loss_without_logits_has_nothing_on_the_host() -> None:
     assert (memory["logits"] > 0, memory["host"]) == (True, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.promise(116)
 def test_a_suggestion_is_a_config_that_plan_confirms(directory: Path) -> None:
     options = (directory, "--world-size", 4, "--batch", "2x16", "--device-memory", "1GiB")

@@ -173,6 +173,7 @@ def test_two_ranks_train_as_one_process(world2: World, mesh: str, kind: str, opt
         same_run(found, expected)
 
 
+@pytest.mark.slow  # as in Fabric
 def test_gradients_may_be_reduced_once_a_step(world2: World) -> None:
     (each, expected), (once, found) = (
         world2(with_reductions, fitted, "llama", "fsdp2", **CLIPPING, accumulate=how, **WAIT)[0]

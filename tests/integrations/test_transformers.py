@@ -70,8 +70,8 @@ def test_gradients_may_be_reduced_once_a_step(world2: World, tmp_path: Path, alo
     ("mode", "model", "options"),
     [
         ("fsdp", llama, {"activation_checkpointing": True}),
-        ("fsdp", llama, {"label_smoothing_factor": 0.1}),
-        ("tp", llama, {"max_grad_norm": 0.0}),
+        slow("fsdp", llama, {"label_smoothing_factor": 0.1}),
+        slow("tp", llama, {"max_grad_norm": 0.0}),
         ("fsdp", lora_llama, {}),
     ],
     ids=["recomputed", "smoothed", "unclipped", "lora"],
@@ -208,7 +208,7 @@ def saved_and_resumed(folder: str, config: Any, model: Any) -> tuple[Ran, Ran, l
 
 @pytest.mark.parametrize(
     ("mode", "model"),
-    [("fsdp", dropping_gpt2), ("ddp", dropping_gpt2), slow("tp", dropping_gpt2), ("fsdp", lora_llama)],
+    [slow("fsdp", dropping_gpt2), ("ddp", dropping_gpt2), slow("tp", dropping_gpt2), ("fsdp", lora_llama)],
 )
 def test_resumes_bit_for_bit(world2: World, tmp_path: Path, mode: str, model: Any) -> None:
     """With dropout, momenta, a schedule and shuffled rows."""
@@ -281,7 +281,7 @@ def evaluated(folder: str, config: Any = None) -> tuple[dict[str, float], Any, A
     return named, predicted.predictions, predicted.label_ids
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [slow(one) if one == "ddp" else one for one in MODES])
 def test_evaluates_and_predicts_each_row_once(
     world1: World, world2: World, tmp_path: Path, mode: str
 ) -> None:

@@ -33,6 +33,7 @@ from composer_dist.errors import ParallelismError, ParallelismTypeError, Paralle
 from composer_dist.tensors.codec import codecs as known_codecs
 from composer_dist.tensors.inner import dense, empty_like, encoded
 from tests.kit.compare import close, fails, full, same
+from tests.kit.grids import crossed
 from tests.kit.huggingface import lora
 from tests.kit.meshes import config, ddp
 from tests.kit.quantized import KINDS, NF4, Adapted, Int8Rows, Stack, adam, nf4_llama, quantize
@@ -60,10 +61,15 @@ def requantized(state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.promise(46)
-@KINDS
-@pytest.mark.parametrize(
-    ("others", "transport", "offload"),
-    [("meta", "memory", False), ("meta", "messages", True), ("cpu", "auto", False)],
+@crossed(
+    {
+        "kind": ["int8", pytest.param("nf4", marks=NF4)],
+        "others, transport, offload": [
+            ("meta", "memory", False),
+            ("meta", "messages", True),
+            ("cpu", "auto", False),
+        ],
+    }
 )
 @on_ranks(2)
 def test_it_trains_gathers_and_loads_as_the_unsharded_model(

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from composer_dist.models import ComposerModel
 from composer_dist.trainer import EMA, CheckpointSaver, FineTuningPhases, NoImprovement, Phase
 from tests.kit.compare import close, same, weights
+from tests.kit.grids import slow
 from tests.kit.training import (
     PER_BATCH,
     At,
@@ -80,7 +81,7 @@ def in_phases(config: Any) -> tuple[Result, int]:
 
 
 @compiles
-@pytest.mark.parametrize("config", [COMPILED | {"fsdp2": {}}, COMPILED | {"ddp": {}}])
+@pytest.mark.parametrize("config", [COMPILED | {"fsdp2": {}}, slow(COMPILED | {"ddp": {}})])
 def test_phases_thaw_compiled_blocks(world2: World, config: Any) -> None:
     expected, _ = in_phases(None)
     for found, graphs in world2(in_phases, config):

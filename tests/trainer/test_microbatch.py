@@ -109,7 +109,7 @@ PLACES = ["body.embed backward", "body.layers.1 forward", "body.layers.0 backwar
     [
         pytest.param("fsdp", "sharded", marks=recovers),
         pytest.param("fsdp", "unsharded", marks=[recovers, pytest.mark.slow]),
-        ("ddp", "sharded"),
+        slow("ddp", "sharded"),
         slow("tp", "sharded"),
     ],
 )

@@ -98,7 +98,7 @@ def test_locks_of_one_process_share_the_folder(tmp_path: Path, storage: Any) -> 
     assert os.listdir(tmp_path) == []
 
 
-@ON
+@pytest.mark.parametrize("storage", [(), slow(("without",))])
 def test_a_folder_that_was_removed_is_made_anew_unless_its_disk_is_gone(tmp_path: Path, storage: Any) -> None:
     folder = tmp_path / "a" / "b"
     folder.mkdir(parents=True)

@@ -11,7 +11,7 @@ from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.deliver import deliver, take_part
 from composer_dist.distributed.moving.messages import Cargo
 from composer_dist.tensors.fingerprint import fingerprint
-from tests.kit.grids import in_the_default_run
+from tests.kit.grids import in_the_default_run, slow
 from tests.kit.measure import profiled
 from tests.kit.meshes import awkward_tensors, cargoes_of, mesh_of
 from tests.kit.world import on_ranks, run
@@ -35,7 +35,7 @@ MESHES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
 @pytest.mark.parametrize(
     ("bucket_bytes", "size", "replicas"),
     in_the_default_run(
-        *((1, 2, 1), (1, 4, 2), (100, 1, 1), (100, 2, 2)),
+        *((1, 4, 2), (100, 1, 1), (100, 2, 1)),
         *((1 << 30, 2, 1), (1 << 30, 4, 1), (1 << 30, 4, 4)),
         among=[(nbytes, *mesh) for nbytes in (1, 100, 1 << 30) for mesh in MESHES],
     ),
@@ -99,7 +99,7 @@ def test_thousands_of_small_tensors_share_messages() -> None:
     check(cargoes, everything, mesh)
 
 
-@pytest.mark.parametrize("kind", ["giant", "uneven", "turned", "small", "whole"])
+@pytest.mark.parametrize("kind", ["giant", "uneven", slow("turned"), slow("small"), "whole"])
 def test_memory_is_bounded_by_the_buckets(kind: str) -> None:
     peaks = run(delivery_peak, 2, kind)
     assert max(peaks) <= 3 * 2 * 8 * MIB + MIB  # of 64 MiB: gloo may still hold the bucket before

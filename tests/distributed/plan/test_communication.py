@@ -62,7 +62,7 @@ SHARDED: dict[str, Callable[[], ParallelismConfig]] = {
     "whole norm": lambda: config(rules=[Rule("norm", shard=False)]),
     "blocks only": lambda: config(rules=[Rule("re:layers.[0-9]", shard=True)]),
 }
-OFTEN = ("hsdp", "replicas", "selective", "kept", "in pairs", "whole norm")
+OFTEN = ("hsdp", "replicas", "kept", "in pairs", "whole norm")
 
 
 def ranks_of(kind: str) -> int:

@@ -104,7 +104,7 @@ def _model() -> Any:
 @pytest.mark.parametrize(
     ("ddp", "precision", "recomputed"),
     in_the_default_run(
-        *((False, None, None), (True, None, None)),
+        (False, None, None),
         among=itertools.product((False, True), (None, "amp_bf16"), (None, "composable", "selective")),
     ),
 )

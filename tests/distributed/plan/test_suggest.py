@@ -227,6 +227,7 @@ def test_tensor_parallelism_is_added_where_nothing_else_fits_or_the_links_are_sl
     assert best_of(asked(ALL, topology=LINKS, **options)).plan.mesh["tp"] > 1
 
 
+@pytest.mark.slow
 def test_context_parallelism_is_added_for_long_sequences() -> None:
     config = ParallelismConfig(activation_checkpointing="composable")
     whole = best_of(asked(ALL, batch=(1, 1024), config=config))

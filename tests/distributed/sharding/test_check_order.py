@@ -18,6 +18,7 @@ from composer_dist.distributed.ranks.failures import LostError
 from composer_dist.distributed.sharding import check_order
 from composer_dist.errors import ParallelismRuntimeError
 from tests.kit.compare import fails_alike
+from tests.kit.grids import slow
 from tests.kit.measure import Collectives, by_messages
 from tests.kit.models import WIDTH, Layer, Multimodal
 from tests.kit.world import on_ranks
@@ -155,7 +156,7 @@ def test_only_the_first_comparison_of_a_group_is_a_message_where_memory_is_share
 
 
 @pytest.mark.parametrize(
-    ("dtype", "check"), [(torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.float32, False)]
+    ("dtype", "check"), [slow(torch.float32, "auto"), (torch.bfloat16, "auto"), slow(torch.float32, False)]
 )
 @on_ranks(4)
 def test_small_units_of_one_host_need_no_messages_and_get_the_same_gradients(dtype: Any, check: Any) -> None:

@@ -47,7 +47,7 @@ WHO_SEES = [(True, False), (False, True), (False, False), (True, True)]
         slow(2, "replicate", False, 1, 1, False),
         slow(2, "root", True, 1, 1, False),
         (2, "root", False, 1, 1, False),
-        (4, "root", False, 2, 2, False),
+        slow(4, "root", False, 2, 2, False),
         (2, "root", False, 1, 1, True),
     ],
 )

@@ -152,9 +152,8 @@ def test_uneven_parts_equal_the_reference_too() -> None:
     ("ranks", "make"),
     [
         *((2, make) for make in (llama, gpt2, lora_gpt2, qwen3, phi3, mixtral)),
-        *((4, make) for make in (Decoder, lora_llama)),
-        *(slow(2, make) for make in (Decoder, lora_llama)),
-        *(slow(4, make) for make in (llama, gpt2, lora_gpt2)),
+        *((2, Decoder), (4, lora_llama), slow(2, lora_llama)),
+        *(slow(4, make) for make in (Decoder, llama, gpt2, lora_gpt2)),
     ],
 )
 @on_ranks("ranks")

@@ -67,7 +67,7 @@ CASES: dict[str, tuple[int, Any, str, dict[str, Any]]] = {
 }
 
 
-SLOW = ("tp", "ddp tied", "fsdp tied", "ddp amp", "fsdp checkpointed", "fsdp x tp", "ddp")
+SLOW = ("compiled", "tp", "ddp tied", "fsdp tied", "ddp amp", "fsdp checkpointed", "fsdp x tp", "ddp")
 
 
 @pytest.mark.parametrize("case", in_the_default_run(*(one for one in CASES if one not in SLOW), among=CASES))

@@ -78,13 +78,13 @@ FAULTS = [
     ((LocalSink, "write"), errno.ENOSPC),
     ((LocalPlace, "finish"), errno.EIO),
 ]
+LATE_AND_KINDS = [(False, "sharded"), (True, "full"), (False, "full"), (True, "sharded")]
 
 
 @pytest.mark.parametrize(
     ("place", "code", "asynchronous", "kind"),
     in_the_default_run(
-        *((*fault, False, kind) for fault, kind in zip(FAULTS, ("sharded", "full") * 2, strict=True)),
-        *((*fault, True, kind) for fault, kind in zip(FAULTS, ("full", "sharded") * 2, strict=True)),
+        *((*fault, late, kind) for fault, (late, kind) in zip(FAULTS, LATE_AND_KINDS, strict=True)),
         among=[
             (*fault, late, kind) for fault in FAULTS for late in (False, True) for kind in ("sharded", "full")
         ],

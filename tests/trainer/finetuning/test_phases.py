@@ -17,6 +17,7 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.structure.names import canonical_name
 from composer_dist.trainer import FineTuningPhases, Phase
 from tests.kit.compare import close, equal
+from tests.kit.grids import slow
 from tests.kit.phases import (
     BATCHES,
     DDP,
@@ -56,10 +57,10 @@ def check(found: Recorder) -> None:
     ("config", "options"),
     [
         (None, {}),
-        (FSDP, {}),
+        slow(FSDP, {}),
         (FSDP, MICROBATCHES),
         (FSDP, MICROBATCHES | {"accumulate": "unsharded"}),
-        (DDP, {}),
+        slow(DDP, {}),
         (DDP, MICROBATCHES),
         (TP, {}),
     ],
@@ -170,7 +171,7 @@ def running_means(policy: Any, config: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.promise(77)
-@pytest.mark.parametrize("config", [None, FSDP, DDP])
+@pytest.mark.parametrize("config", [None, slow(FSDP), DDP])
 def test_frozen_batch_norms_track_or_are_fixed(world2: World, config: Any) -> None:
     for tracked in everywhere(world2, config, running_means, "track"):
         assert len({float(mean.sum()) for mean in tracked}) == BATCHES

@@ -176,7 +176,7 @@ def resumed(folder: Path, *batches: int, config: Any) -> None:
 
 
 @pytest.mark.promise(75)
-@pytest.mark.parametrize("config", [None, FSDP, slow(DDP), slow(TP)])
+@pytest.mark.parametrize("config", [slow(None), FSDP, slow(DDP), slow(TP)])
 def test_resuming_in_any_phase_is_bit_equal(world2: World, tmp_path: Path, config: Any) -> None:
     """In phase 1 (4), with its best weights in the past; and just before (5) and after (6) a thaw."""
     everywhere(world2, config, resumed, tmp_path, *((4, 6) if config else range(1, 8)))
