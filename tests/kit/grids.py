@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 
 
 def slow(*values: Any, **options: Any) -> Any:
@@ -22,6 +21,9 @@ def in_the_default_run(*chosen: Any, among: Iterable[Any]) -> list[Any]:
     if unknown := [one for one in chosen if one not in every]:
         raise ValueError(f"{unknown} are not among {every}")
     return [one if one in chosen else slow(*(one if isinstance(one, tuple) else (one,))) for one in every]
+
+
+_WITH_MARKS = type(pytest.param())
 
 
 def crossed(axes: Mapping[str, Iterable[Any]]) -> Any:
@@ -39,7 +41,7 @@ def crossed(axes: Mapping[str, Iterable[Any]]) -> Any:
         marks = [] if places in chosen else [pytest.mark.slow]
         for names, values, place in zip(axes, every, places, strict=True):
             one = values[place]
-            if isinstance(one, ParameterSet):
+            if isinstance(one, _WITH_MARKS):
                 found += one.values
                 marks += one.marks
             else:
