@@ -43,6 +43,7 @@ FEATURES = {
     "torch._ops.HigherOrderOperator": "activation_checkpointing=(..., {'save': ...})",
     "torch._ops.OpOverload": "FLOPs counted by the SpeedMonitor; selective checkpointing",
     "torch._ops.OpOverloadPacket": "activation_checkpointing=(..., {'save': ...})",
+    "torch.optim._muon": "updates of Muon under FSDP2",
     "torch._foreach_lerp_": "EMA",
     "torch._foreach_mul_": "clip_grad_norm",
     "torch._foreach_norm": "clip_grad_norm",

@@ -9,6 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+# Muon, whose step calls a function on each matrix. Since torch 2.9.
+from torch.optim import _muon
+
 from composer_dist._torch.tensors import local_box
 
 
@@ -23,7 +26,7 @@ def step_on_parts() -> None:
     for name in (*_OF_ADAM, "adadelta", "adagrad", "asgd", "rmsprop", "rprop", "sgd"):
         module = import_module(f"torch.optim.{name}")
         setattr(module, name, _on_parts(getattr(module, name)))
-    muon: Any = import_module("torch.optim._muon")  # since torch 2.9
+    muon: Any = _muon
     muon._zeropower_via_newtonschulz = _on_whole(muon._zeropower_via_newtonschulz)
 
 

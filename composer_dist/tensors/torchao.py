@@ -7,7 +7,7 @@ scale depends on the table, and such values give the same bits.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -72,13 +72,7 @@ def _weight_codec(cls: Any) -> TensorCodec:
             "model."
         )
 
-    return TensorCodec(
-        rows=frozenset(),
-        to_dense=lambda tensor: tensor.dequantize(),
-        from_dense=from_dense,
-        flatten=made_of,
-        unflatten=made_by(cls),
-    )
+    return _uncut_codec(cls, from_dense)
 
 
 def _optimizer_state_codec(cls: Any) -> TensorCodec:
@@ -98,6 +92,10 @@ def _optimizer_state_codec(cls: Any) -> TensorCodec:
         new["scale"].copy_(scale)
         return made
 
+    return _uncut_codec(cls, from_dense)
+
+
+def _uncut_codec(cls: Any, from_dense: Callable[[Tensor, Any], Tensor]) -> TensorCodec:
     return TensorCodec(
         rows=frozenset(),
         to_dense=lambda tensor: tensor.dequantize(),

@@ -112,13 +112,11 @@ class Reducer(_torch.InPlaceDDP):
         missing = self._expected or set(self.names.values()) - self._seen
         raise ParallelismRuntimeError(f"The last backward gave {self._explain(missing)}") from error
 
-    def refuse_partial(self, would: str) -> None:
-        """Refuse to use gradients if the last backward gave some of them only; `would` begins the error."""
-        if 0 < len(self._expected) < len(self.names):
-            raise ParallelismRuntimeError(
-                f"{would} gradients that are not averaged over the ranks. The last backward gave "
-                f"{self._explain(self._expected)}"
-            )
+    @property
+    def unfinished(self) -> str:
+        """Why the gradients are not averaged, if the last backward gave some of them only; else ""."""
+        partial = 0 < len(self._expected) < len(self.names)
+        return f"The last backward gave {self._explain(self._expected)}" if partial else ""
 
     @property
     def waits(self) -> bool:

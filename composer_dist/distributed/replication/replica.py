@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -57,7 +56,7 @@ class Replica:
         self._depth, self._failed = 0, False
         advice = " To average them yourself, leave out no_sync and pass a DDPConfig(comm_hook=function)."
         several = parameters if self.group.size() > 1 else {}
-        self._local = LocalGradients(several, advice, WeakMethod(self._refuse_partial))
+        self._local = LocalGradients(several, advice, self._unfinished)
         self._checks = Checks(parameters, ignored, self.group)
         if (former := replica_of(model)) is not None:  # it was for evaluation only; a plan refuses others
             former.end()
@@ -109,9 +108,8 @@ class Replica:
         if self._ddp is not None:
             self._local.check(optimizer)
 
-    def _refuse_partial(self, would: str) -> None:
-        if self._ddp is not None:
-            self._ddp.refuse_partial(would)
+    def _unfinished(self) -> str:
+        return "" if self._ddp is None else self._ddp.unfinished
 
     def mark_averaged(self) -> None:
         """Note that all gradients have been averaged without DDP."""

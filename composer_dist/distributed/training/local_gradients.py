@@ -1,8 +1,7 @@
 """Gradients that are this rank's own, because the last backward was inside of `no_sync`."""
 
-from collections.abc import Collection, Iterable, Mapping, Set
-from typing import Any
-from weakref import WeakMethod, WeakSet
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
@@ -18,13 +17,13 @@ class LocalGradients:
     Args:
         names: all parameters whose gradients are averaged, by name.
         advice: another remedy than to synchronize the last backward.
-        also: raises if other gradients of theirs are not averaged; gets what would use them.
+        unfinished: says why other gradients of theirs are not averaged; "" if they are.
     """
 
     def __init__(
-        self, names: Mapping[str, torch.Tensor], advice: str = "", also: WeakMethod[Any] | None = None
+        self, names: Mapping[str, torch.Tensor], advice: str = "", unfinished: Callable[[], str] = str
     ) -> None:
-        self._names, self._advice, self._also = names, advice, also
+        self._names, self._advice, self._unfinished = names, advice, unfinished
         self._waiting: dict[torch.Tensor, tuple[int, int]] = {}
         """What their gradients were after that backward, by identity and version."""
         self._changed: list[torch.Tensor] = []
@@ -63,7 +62,8 @@ class LocalGradients:
         Raises:
             ParallelismRuntimeError: names them.
         """
-        if not self._waiting and self._also is None:
+        reason = self._unfinished()
+        if not self._waiting and not reason:
             return
         held = set(map(id, parameters))
         if names := self.waiting(held):
@@ -71,9 +71,8 @@ class LocalGradients:
                 f"{would} gradients of {listed(names)} that are not averaged over the ranks, because the "
                 "last backward was inside of no_sync. Run the last one outside." + self._advice
             )
-        also: Any = self._also and self._also()
-        if also is not None and any(id(one) in held for one in self._names.values()):
-            also(would)
+        if reason and any(id(one) in held for one in self._names.values()):
+            raise ParallelismRuntimeError(f"{would} gradients that are not averaged over the ranks. {reason}")
 
     def waiting(self, held: Set[int]) -> list[str]:
         """The names of those parameters, among these ids, whose gradients wait."""
