@@ -11,6 +11,7 @@ from tests.kit.grids import slow
 from tests.kit.ports import reserved_port
 
 
+@pytest.mark.promise(113)
 @pytest.mark.parametrize("pretrained", [False, slow(True)])
 def test_no_collective_follows_the_order_of_a_set(tmp_path: Path, pretrained: bool) -> None:
     """The other tests' ranks are forked from one process, whose hash seed they share."""

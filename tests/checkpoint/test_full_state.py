@@ -281,6 +281,7 @@ def test_a_model_that_was_loaded_half_says_so() -> None:
         model(six_tokens())
 
 
+@pytest.mark.promise(44)
 @on_ranks(2)
 def test_an_error_of_extra_state_on_one_rank_is_everybodys() -> None:
     model = sharded(stateful())

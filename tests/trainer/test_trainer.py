@@ -336,6 +336,7 @@ def test_arguments_and_classes_with_composers_names(
         EarlyStopper("score", "eval", max)
 
 
+@pytest.mark.promise(108)
 def test_callbacks_are_guarded_against_hangs_from_their_first_event_on() -> None:
     """So the other ranks report what a callback has raised on one of them."""
     seen = []

@@ -452,6 +452,7 @@ def test_state_of_another_shape_is_refused_by_name() -> None:
         parallelize_model(model, config(), optimizer)
 
 
+@pytest.mark.promise(25)
 @pytest.mark.parametrize("sync", ["auto", "rank0"])
 @on_ranks(2)
 def test_factored_state_and_numbers_are_followed_where_nothing_is_sharded(sync: Any) -> None:

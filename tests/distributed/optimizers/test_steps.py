@@ -216,6 +216,7 @@ def test_torch_s_optimizers_compute_with_the_parts_of_cut_and_whole_parameters(
     assert torch.equal(full(mine[0]), whole[0])
 
 
+@pytest.mark.promise(25)
 @on_ranks(4)
 def test_muon_orthogonalizes_whole_matrices() -> None:
     """The sums of products of parts, in bfloat16, gave updates that differed by some percent."""

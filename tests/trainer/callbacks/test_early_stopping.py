@@ -107,6 +107,7 @@ def test_what_is_not_logged_is_an_error() -> None:
             fitted(callbacks=EarlyStopping(name), eval_dataloader=loader(4))
 
 
+@pytest.mark.promise(127)
 def test_a_metric_of_data_on_which_nothing_evaluates_is_refused_before_training(tmp_path: Path) -> None:
     name = "loss/evl/total"
     until = NoImprovement(metric=name)
