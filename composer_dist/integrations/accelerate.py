@@ -26,7 +26,7 @@ from composer_dist.config.parallelism import Config
 from composer_dist.distributed import Preparation, device_mesh_of, process_group, resolve_config
 from composer_dist.distributed.training.gradients import Accumulate, check_accumulate
 from composer_dist.errors import CheckpointValueError, ParallelismRuntimeError, ParallelismValueError
-from composer_dist.integrations.transformers_rows import one_of_each
+from composer_dist.integrations.accelerate_rows import one_of_each
 
 CASTS = {"no": None, "bf16": "amp_bf16"}
 """accelerate's `mixed_precision=` to the precision of `parallelize_model`."""

@@ -34,6 +34,7 @@ from composer_dist.distributed import (
 )
 from composer_dist.distributed.training.gradients import Accumulate
 from composer_dist.errors import Faults, ParallelismError
+from composer_dist.integrations.accelerate_rows import gather_once, rows_that_count, share_rows, with_rows
 from composer_dist.integrations.transformers_arguments import (
     ParallelArguments,
     check_version,
@@ -43,7 +44,6 @@ from composer_dist.integrations.transformers_arguments import (
     read_parallelism,
 )
 from composer_dist.integrations.transformers_loss import ChunkedLossMixin, base_model
-from composer_dist.integrations.transformers_rows import gather_once, rows_that_count, share_rows, with_rows
 from composer_dist.precision import Precision
 
 __all__ = ["ComposerDistMixin", "ParallelArguments"]
