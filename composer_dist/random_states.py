@@ -48,6 +48,14 @@ def set_host_states(states: Mapping[str, Any]) -> None:
         np.random.set_state(states["numpy"])
 
 
+def places(device: torch.device) -> list[Any]:
+    """Where Python's and torch's generators are, on the host and on `device`; drawing changes it."""
+    states = [torch.get_rng_state()]
+    if device.type not in ("cpu", "meta"):
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return [random.getstate(), *(one.tolist() for one in states)]
+
+
 @contextmanager
 def set_aside(device: torch.device | None = None) -> Iterator[None]:
     """Restore the host's generators, and a device's, at the end, whatever the body draws or seeds."""

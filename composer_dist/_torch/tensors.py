@@ -110,7 +110,17 @@ def without_memory(
     cls: type[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Any:
     """A tensor of a subclass that has a shape, but no elements. Since torch 1.11."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    vars(made)[_WITHOUT_MEMORY] = True
+    return made
+
+
+_WITHOUT_MEMORY = "_composer_dist_without_memory"
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is not from `without_memory`."""
+    return _WITHOUT_MEMORY not in vars(tensor)
 
 
 def is_view(tensor: torch.Tensor) -> bool:

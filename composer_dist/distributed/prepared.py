@@ -69,8 +69,8 @@ class Prepared:
     """The `Layers` around the module's forward."""
     steps: int = field(default=0, compare=False)
     """How often optimizers have stepped that hold some of its shards."""
-    proven: bool = False
-    """Whether context parallelism has verified that its sequence can be split."""
+    proven: set[bool] = field(default_factory=set)
+    """In which modes (training or not) context parallelism has verified that its sequence can be split."""
     changes: Any = None
     """The `Changes` in the modules, which `unparallelize_model` puts back."""
     ends: list[Callable[[], None]] = field(default_factory=list)

@@ -59,7 +59,8 @@ def loss_of(
     """The loss as one number: that of `loss`, the model's own, or the sum of a function of each output.
 
     Args:
-        otherwise: of an output with floats, if neither `loss` nor the model gives a loss.
+        otherwise: of an output with floats and dimensions, if neither `loss` nor the model gives a loss. A
+            number is a loss itself.
     """
     if loss is not None:
         value = loss(outputs, batch)
@@ -69,7 +70,7 @@ def loss_of(
         value = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if value is None:
             floats = (one for one in tensors_in(outputs) if one.is_floating_point())
-            value = [otherwise(one.float()) for one in floats]
+            value = [otherwise(one.float()) if one.ndim else one.float() for one in floats]
     parts = [whole(one).sum() for one in tensors_in(value)]
     return reduce(torch.add, [one.to(parts[0].device) for one in parts])
 

@@ -1,10 +1,12 @@
-"""Training and evaluation mode."""
+"""Forwards that change nothing: training and evaluation mode, buffers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+from composer_dist.structure.structure import read_structure
 
 
 @contextmanager
@@ -24,3 +26,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     with modes_kept(model), torch.no_grad():
         model.eval()
         yield
+
+
+@contextmanager
+def values_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards buffers, tensors in attributes, and `training` flags are as before."""
+    others = [held for held in read_structure(model).tensors.values() if held.info.kind != "parameter"]
+    kept = [(held, held.get(), held.get().detach().clone()) for held in others]
+    try:
+        with modes_kept(model):
+            yield
+    finally:
+        with torch.no_grad():
+            for held, tensor, value in kept:
+                if held.get() is not tensor:
+                    held.put(tensor)
+                if not tensor.is_meta and not torch.equal(tensor, value):
+                    tensor.copy_(value)

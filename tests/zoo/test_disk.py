@@ -26,8 +26,8 @@ def test_what_transformers_saves_is_read_back_in_parts(tmp_path: Path, name: str
         reference, model = toy.build(name), toy.build(name, device="meta")
         reference.save_pretrained(tmp_path, max_shard_size="50KB")
     structure, index = read_structure(model), read_index(tmp_path)
-    match = match_names(structure, index.tensors, tmp_path.name)
-    match.check(structure, index.entries, strict=True)
+    match = match_names(structure, index.tensors, tmp_path)
+    match.check(structure, index.entries, strict=True, path=tmp_path)
     expected = read_structure(reference).tensors
     slabs, parts = [], []
     for tensor, blueprint in match.tensors.items():

@@ -88,14 +88,17 @@ def attention_as(function: Attention) -> Iterator[None]:
     """Inside, `torch.nn.functional.scaled_dot_product_attention` is `function`, in every thread.
 
     It must reach every thread because backward recomputes checkpointed blocks in its own threads. Compiled
-    blocks see the same function at each step and do not compile it.
+    blocks see the same function at each step and do not compile it. The fused kernels by which torch's own
+    transformer layers evaluate have attention of their own, and are not used.
     """
-    before = F.scaled_dot_product_attention
+    before, fused = F.scaled_dot_product_attention, torch.backends.mha.get_fastpath_enabled()
     _functions.append(function)
     F.scaled_dot_product_attention = _uncompiled() if "torch._dynamo" in sys.modules else _innermost
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
         F.scaled_dot_product_attention = before
         _functions.pop()
 

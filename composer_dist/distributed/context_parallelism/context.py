@@ -18,7 +18,6 @@ from composer_dist.distributed.context_parallelism.attention import distributed_
 from composer_dist.distributed.context_parallelism.batch import Splitter
 from composer_dist.distributed.context_parallelism.proof import prove
 from composer_dist.distributed.mesh.mesh import Mesh
-from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.users_code import warn
 
@@ -105,9 +104,10 @@ def context_parallel(
         return
     splitter = Splitter(model, sequence_dims, buffers, balanced, weighted)
     layout = splitter.layout(batch, cp.size(), cp.get_local_rank())
-    if check and not prepared.record(model).proven:
-        prove(splitter, batch, layout, cp, Agreement(mesh.ranks))
-        prepared.record(model).proven = True
+    proven = prepared.record(model).proven
+    if check and model.training not in proven:
+        prove(splitter, batch, layout, mesh, cp)
+        proven.add(model.training)
     part = splitter.split(batch, layout)
     token = _inside.set(True)
     try:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from composer_dist.random_states import seed_all, set_aside
-from composer_dist.structure.modes import modes_kept
+from composer_dist.structure.modes import values_kept
 from composer_dist.structure.structure import read_structure
 
 
@@ -17,23 +17,15 @@ def as_before(model: nn.Module) -> Iterator[None]:
 
     Inside, no parameter has a gradient at first.
     """
-    structure = read_structure(model)
-    parameters = [held.get() for held in structure.parameters.values()]
+    parameters = [held.get() for held in read_structure(model).parameters.values()]
     gradients = [(one, one.grad, one.grad.clone()) for one in parameters if one.grad is not None]
-    others = [held for held in structure.tensors.values() if held.info.kind != "parameter"]
-    kept = [(held, held.get(), held.get().detach().clone()) for held in others]
     for one in parameters:
         one.grad = None
     try:
-        with modes_kept(model):
+        with values_kept(model):
             yield
     finally:
         with torch.no_grad():
-            for held, tensor, value in kept:
-                if held.get() is not tensor:
-                    held.put(tensor)
-                if not tensor.is_meta and not torch.equal(tensor, value):
-                    tensor.copy_(value)
             for one in parameters:
                 one.grad = None
             for one, gradient, before in gradients:

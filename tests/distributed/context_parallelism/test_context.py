@@ -1,8 +1,9 @@
 """`context_parallel`: loss, gradients and steps equal those of one process with the whole sequence."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -221,6 +222,62 @@ def with_a_mask(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> T
     return F.scaled_dot_product_attention(query, key, value, mask)
 
 
+class Positions(Plain):
+    """Learned positions, counted in each part from zero; those are what `std` makes them."""
+
+    def __init__(self, std: float) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(std * torch.randn(LENGTH, WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embed(ids) + self.positions[: ids.shape[1]])
+        return out
+
+
+class Gated(Plain):
+    """Mixes positions behind a gate, in training only."""
+
+    def __init__(self, gate: float) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.full((), gate))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out = super().forward(ids)
+        return out + self.gate * out.roll(1, 1) if self.training else out
+
+
+class Silent(Plain):
+    """Attention of its own, whose output projection is initialized to zero, as in many recipes."""
+
+    def __init__(self) -> None:
+        super().__init__(mix=of_its_own)
+        for layer in self.layers:
+            nn.init.zeros_(cast(nn.Linear, layer.o).weight)
+
+
+class Weighed(Plain):
+    """A mean over something else than labels, or with a second term."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        return self.loss(super().forward(ids).flatten(0, 1), labels.flatten())
+
+
+def without_class_zero(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, ignore_index=0)
+
+
+def by_class(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, torch.linspace(1, 2, VOCABULARY))
+
+
+def with_balance(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels) + 0.1 * logits.softmax(-1).mean(0).square().sum() * VOCABULARY
+
+
 UNFIT: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (Plain, {}, "the output of layers.0.q depends on other positions, or on where a rank's part begins"),
     (partial(Plain, mix=by_import), {"buffers": BUFFERS}, "the output of layers.0.o depends on other"),
@@ -229,6 +286,19 @@ UNFIT: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (partial(nn.Linear, LENGTH, 4), {}, "Linear raised on 4 positions: RuntimeError: .*mat1 and mat2"),
     (Pooled, {"buffers": BUFFERS}, "the output of Pooled depends on other positions"),
     (OwnLoss, {"buffers": BUFFERS}, "losses that OwnLoss computes from parts of the labels is not the whole"),
+    (partial(Positions, 0.0), {}, "the output of head depends on other positions"),
+    (partial(Positions, 0.02), {}, "the output of head depends on other positions"),
+    (partial(Gated, 0.0), {"buffers": BUFFERS}, "the output of Gated depends on other positions"),
+    (partial(Gated, 0.01), {"buffers": BUFFERS}, "the output of Gated depends on other positions"),
+    (Silent, {"buffers": BUFFERS}, "the output of layers.0.o depends on other positions"),
+    *(
+        (
+            partial(Weighed, loss),
+            {"buffers": BUFFERS},
+            "losses that Weighed computes from parts of the labels",
+        )
+        for loss in (without_class_zero, by_class, with_balance)
+    ),
 ]
 
 
@@ -240,9 +310,12 @@ def test_what_mixes_positions_otherwise_is_named_before_the_first_step() -> None
         batch: Any = {"ids": tokens(0), "labels": tokens(1)}
         batch = torch.randn(4, LENGTH) if isinstance(model, nn.Linear) else batch
         hooks = len(model._forward_hooks)
+        before = {name: full(value).clone() for name, value in model.state_dict().items()}
         with pytest.raises(ParallelismValueError, match=message):  # noqa: SIM117
             with context_parallel(model, batch, **options):
                 raise AssertionError(f"nothing runs before the proof: {message}")
+        for name, value in model.state_dict().items():
+            assert torch.equal(full(value), before[name]), name
         assert model.training
         assert len(model._forward_hooks) == hooks
 
@@ -266,6 +339,40 @@ def test_what_mixes_positions_otherwise_is_named_before_the_first_step() -> None
         pytest.raises(ParallelismRuntimeError, match="context_parallel cannot be nested"),
     ):
         context_parallel(model, part).__enter__()
+
+
+class Encoder(nn.Module):
+    """torch's own layer, which evaluates with a kernel that has attention of its own; it counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.1, batch_first=True)
+        self.calls = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.layer(x)
+        return out
+
+
+@on_ranks(2)
+def test_evaluation_inside_of_the_context_attends_to_all_parts() -> None:
+    torch.manual_seed(0)
+    reference, x = Encoder().eval(), torch.randn(2, LENGTH, WIDTH)
+    model = copy.deepcopy(reference)
+    parallelize_model(model, ParallelismConfig(mesh=MeshConfig(cp=2)))
+    with torch.no_grad():
+        expected = reference(x)
+        with context_parallel(model, x) as part:
+            assert model.calls == 0
+            found = model(part)
+        torch.testing.assert_close(found, expected.chunk(2, 1)[dist.get_rank()])
+        torch.testing.assert_close(model(x), expected)
+    drawn = torch.get_rng_state()
+    with context_parallel(model.train(), x):  # its dropout draws random numbers
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert model.calls == 2
+        assert all(module.training for module in model.modules())
 
 
 def test_without_context_parallel_ranks_the_batch_is_the_whole_one() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import parallelize_model, verify_model
@@ -22,10 +22,21 @@ from tests.kit.toy import Toy, built
 from tests.kit.world import on_ranks
 
 pytestmark = pytest.mark.promise(113)
+
+
+class Losing(Decoder):
+    """Returns its loss and nothing else."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        assert labels is not None
+        return nn.functional.cross_entropy(super().forward(input_ids).flatten(0, 1), labels.flatten())
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
     "tied": (lambda: B(tied=True), batch),
     "norms and buffers": (lambda: built(Toy), lambda model: torch.arange(16)),
     "dropout": (lambda: Decoder(dropout=0.5), lambda model: token_batch()),
+    "loss": (Losing, lambda model: {"input_ids": token_batch(), "labels": token_batch(2)}),
     "llama": (huggingface.tied_llama, lambda model: (4, 8)),
     "lora": (huggingface.lora_llama, lambda model: (4, 8)),
 }
@@ -33,7 +44,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = 
 
 def cases() -> list[Any]:
     quick = [("fsdp2", "tied"), ("ddp", "norms and buffers"), ("plain", "dropout"), ("ddp", "dropout")]
-    quick += [("hsdp", "tied"), ("cp", "llama"), ("tp", "lora")]
+    quick += [("hsdp", "tied"), ("cp", "llama"), ("tp", "lora"), ("cp", "loss")]
     found = []
     compiled = ParallelismConfig(compile={"backend": "aot_eager"})
     for mesh, (ranks, config) in (MESHES | {"compiled": (2, compiled)}).items():
