@@ -114,7 +114,8 @@ def play(
     options(parser)
     parser.add_argument("--ranks", type=int, nargs="+", default=ranks, help="worlds to launch")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", metavar="CONTENDER", help="these alone, as the table names them")
+    these = {"choices": [*contenders], "metavar": "CONTENDER", "help": "these alone, as the table names them"}
+    parser.add_argument("--only", nargs="+", **these)
     parser.add_argument("--folder", type=Path, default=tempfile.gettempdir(), help="where files are written")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     one_world = "run the contenders of a round one after the other in one world"

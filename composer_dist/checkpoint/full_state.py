@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from composer_dist.checkpoint.gather import agree_on, gather_full
 from composer_dist.checkpoint.kinds.model import foreign_tensors, live_state, owner_of
 from composer_dist.distributed.moving.scatter import fill
-from composer_dist.distributed.prepared import mesh_of_world, usable_or_marked
+from composer_dist.distributed.prepared import follow_buffers, mesh_of_world, usable_or_marked
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import broadcast, device_of_group, world_and_rank
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
@@ -42,7 +42,8 @@ def full_model_state(
         select: None for all; "trainable" parameters; "adapters", by peft's rules; or a function
             `(name, tensor) -> bool`, which sees a shard with its full shape and must return the same on
             every rank.
-        ranks: which ranks get the state; the others get `{}`.
+        ranks: which ranks get the state; the others get `{}`. Each rank of a model that is not sharded gets
+            its own.
         dtype: floating-point tensors are cast to it; None keeps their own.
 
     Raises:
@@ -58,7 +59,9 @@ def full_model_state(
         chosen = _select(model, state, select)
     except Exception as caught:  # the user's function, on this rank alone perhaps
         error = caught
-    agree_on("full_model_state", state.values(), list(chosen), error, f"ranks={ranks!r}, dtype={dtype}")
+    options = f"ranks={ranks!r}, dtype={dtype}"
+    if agree_on("full_model_state", state.values(), list(chosen), error, options) and ranks == "all":
+        follow_buffers(model)
     full = gather_full(
         {name: v for name, v in chosen.items() if isinstance(v, Tensor)}, ranks == "all", dtype
     )

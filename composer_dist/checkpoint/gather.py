@@ -15,11 +15,14 @@ from composer_dist.errors import ParallelismValueError
 
 def agree_on(
     step: str, tensors: Iterable[Any], names: list[str], error: Exception | None, options: str = ""
-) -> None:
+) -> bool:
     """Make sure that all ranks gather the same tensors in the same order; otherwise all raise.
 
+    Returns:
+        Whether ranks communicate: there is a shard.
+
     Args:
-        tensors: without a shard among them, ranks do not communicate.
+        tensors: of which some may be shards.
         names: the tensors that this rank would gather.
         error: this rank's error, if any.
         options: this rank's options as text.
@@ -31,11 +34,12 @@ def agree_on(
     if not any(isinstance(tensor, DTensor) for tensor in tensors):
         if error is not None:
             raise error
-        return
+        return False
     agreement = Agreement()
     digest = sha256("\n".join([options, *names]).encode()).hexdigest()
     if not agreement.reach(step, digest, lambda found: len(set(found)) == 1, error):
         agreement.reach(step, [options, names], _alike)
+    return True
 
 
 def gather_full(

@@ -73,6 +73,8 @@ class Prepared:
     """In which modes (training or not) context parallelism has verified that its sequence can be split."""
     changes: Any = None
     """The `Changes` in the modules, which `unparallelize_model` puts back."""
+    follow: list[Callable[[], None]] = field(default_factory=list)
+    """Called on all ranks alike: they give every rank rank 0's buffers, as the next forward would."""
     ends: list[Callable[[], None]] = field(default_factory=list)
     """Called before that, on all ranks alike: they end what features do outside of modules."""
 
@@ -195,6 +197,13 @@ def _refuse_copy(module: nn.Module, _: object) -> None:
         "AveragedModel, before the preparation, and prepare both: parallelize_model(model, config), "
         "parallelize_model(averaged.module, config)."
     )
+
+
+def follow_buffers(model: nn.Module) -> None:
+    """Give every rank rank 0's values of the buffers that forwards have changed; a collective."""
+    for module in model.modules():
+        for follow in getattr(of(module), "follow", ()):
+            follow()
 
 
 def reshard(model: nn.Module) -> None:

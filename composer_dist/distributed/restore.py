@@ -69,7 +69,8 @@ def _copied(known: Prepared | None) -> Prepared | None:
     if known is None:
         return None
     layers = known.forward and replace(known.forward, wraps=dict(known.forward.wraps))
-    return replace(known, averagings=[*known.averagings], ends=[*known.ends], forward=layers)
+    lists: dict[str, Any] = {key: [*getattr(known, key)] for key in ("averagings", "follow", "ends")}
+    return replace(known, forward=layers, **lists)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,14 @@ from composer_dist.distributed.optimizers.check import forgotten_optimizers
 from composer_dist.distributed.optimizers.follow import is_low_bit, low_bit_state, names_by_id
 from composer_dist.distributed.optimizers.steps import watch_steps
 from composer_dist.distributed.plan.build import as_tuple
-from composer_dist.distributed.prepared import check_usable, of, prepared_mesh, reshard, usable_or_marked
+from composer_dist.distributed.prepared import (
+    check_usable,
+    follow_buffers,
+    of,
+    prepared_mesh,
+    reshard,
+    usable_or_marked,
+)
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.restore import Changes
 from composer_dist.distributed.training.local_gradients import waiting_of
@@ -139,6 +146,7 @@ def _check_same(findings: Sequence[Sequence[str]]) -> None:
 
 
 def _end(model: nn.Module) -> None:
+    follow_buffers(model)
     for module in model.modules():
         known = of(module)
         for end in [*known.ends] if known is not None else ():

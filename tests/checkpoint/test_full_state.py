@@ -50,6 +50,19 @@ def test_rank_0_or_all_ranks_get_the_plain_state_dict(mesh: str, ranks: Any) -> 
     equal(state, stateful().state_dict() if ranks == "all" or dist.get_rank() == 0 else {})
 
 
+@pytest.mark.promise(42)
+@on_ranks(2)
+def test_all_ranks_get_the_statistics_of_rank_0() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    parallelize_model(model, {})
+    model(torch.full((2, 3), dist.get_rank() + 1.0)).sum().backward()
+    state = full_model_state(model, ranks="all")
+    expected = torch.nn.functional.linear(torch.ones(3), state["0.weight"], state["0.bias"])
+    torch.testing.assert_close(state["1.running_mean"], 0.1 * expected)
+    assert torch.equal(model.state_dict()["1.running_mean"], state["1.running_mean"])
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @on_ranks("size")
 def test_a_state_is_a_copy_with_ties(size: int) -> None:

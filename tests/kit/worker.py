@@ -134,9 +134,7 @@ def _answer(job: Job, store: dist.Store) -> tuple[bytes, bool]:
 def _clean_slate(job: Job) -> Iterator[None]:
     """The same state before every function: seeds, defaults, environment, warnings."""
     sys.path[:] = job.path
-    for name in _torchrun_environment(
-        job
-    ):  # a test that was running when this process started may have set it
+    for name in _torchrun_environment(job):  # set by a test that was running when this process started
         os.environ.pop(name, None)
     environment, directory = dict(os.environ), os.getcwd()
     if job.setup == "environment":

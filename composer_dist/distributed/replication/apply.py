@@ -42,6 +42,7 @@ def arm(structure: Structure, plan: ReplicaPlan, mesh: Mesh, optimizers: Sequenc
         refuse_copy(type(model))
     call_through(model, plan.forward_methods)
     before_every_step(replica, Replica.check_of)
+    record(model).follow.append(replica.follow_buffers)
     ends = record(model).ends
     if replica.local_sgd is not None:
         ends.append(partial(replica.local_sgd.end, list(parameters.values())))

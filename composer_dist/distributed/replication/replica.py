@@ -121,12 +121,16 @@ class Replica:
         if self._ddp is not None and (trainable := self._trainable()):
             self._follow(trainable)
 
+    def follow_buffers(self) -> None:
+        """Give every rank rank 0's buffers if the next forward would."""
+        if self._ddp is not None:
+            self._ddp.broadcast_due()
+
     def end(self) -> None:
-        """Remove all hooks; every rank gets rank 0's buffers."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         if self._ddp is not None:
-            self._ddp.broadcast_due()
             self._ddp.release()
         self._ddp = self._hook = None
         compute_as_before(self._model)

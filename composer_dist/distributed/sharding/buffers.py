@@ -65,7 +65,7 @@ class FollowBuffers:
         if self._groups:
             self._root.register_forward_pre_hook(torch.compiler.disable(self._enter))
             self._root.register_forward_hook(torch.compiler.disable(self._leave))
-            record(self._root).ends.append(lambda: self._catch_up(True, dict(self._root.named_buffers())))
+            record(self._root).follow.append(lambda: self._catch_up(True, dict(self._root.named_buffers())))
 
     def _enter(self, root: nn.Module, args: Any) -> None:
         trains = root.training and torch.is_grad_enabled()

@@ -280,7 +280,11 @@ def _misfit(module: nn.Module, style: Any) -> str | None:
         odd = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, key)]
         return f"an embedding with {', '.join(odd)} needs all of its rows." if odd else None
     if not is_matrix(module):
-        return f"the style is for unquantized nn.Linear (and GPT-2's Conv1D), not for {kind}."
+        why = ", whose weight is quantized or computed (weight norm, spectral norm)"
+        why = why if isinstance(module, nn.Linear) else ""
+        return (
+            f"the style is for nn.Linear (and GPT-2's Conv1D) with a weight of its own, not for {kind}{why}."
+        )
     return None
 
 

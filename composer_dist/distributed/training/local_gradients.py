@@ -69,7 +69,8 @@ class LocalGradients:
         if names := self.waiting(held):
             raise ParallelismRuntimeError(
                 f"{would} gradients of {listed(names)} that are not averaged over the ranks, because the "
-                "last backward was inside of no_sync. Run the last one outside." + self._advice
+                "last backward that reached them was inside of no_sync. Run the last one outside, and freeze "
+                "parameters after it." + self._advice
             )
         if reason and any(id(one) in held for one in self._names.values()):
             raise ParallelismRuntimeError(f"{would} gradients that are not averaged over the ranks. {reason}")

@@ -276,6 +276,11 @@ FAULTS: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (UnevenMlp, {"plan": {"up": "rowwise:3"}}, "no tensor-parallel style 'rowwise:3'"),
     (UnevenMlp, {"plan": {"up": 3}}, "style of TPConfig.plan\\['up'\\] is of type int"),
     (UnevenMlp, {"plan": {"norm": "colwise"}}, "norm cannot be colwise: .* nn.Linear .*, not for LayerNorm"),
+    (
+        lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))),
+        {"plan": {"0": "colwise"}},
+        r"0 cannot be colwise: .* not for ParametrizedLinear, whose weight is quantized or computed",
+    ),
     (UnevenMlp, {"plan": {"up": "vocab"}}, "up cannot be vocab: the style is for nn.Embedding"),
     (UnevenMlp, {"plan": {"up": "colwise:4"}}, "6 features, which cannot be divided into 4 equal groups"),
     (lambda: UnevenMlp(1), UP, "up.weight has 1 features along dimension 0, too few for tp=2"),
