@@ -176,6 +176,7 @@ class TrainingLoop:
 
     def _batch(self, fed: Fed, feed: Feed) -> None:
         state = self._state
+        feed.hold(fed)  # after Ctrl-C the next fit trains it
         state.batch, state.alarmed = fed.batch, fed.alarmed
         state.dataloader_len = state.train_length = feed.length
         size = {"samples": fed.samples, "tokens": fed.tokens}
@@ -192,11 +193,10 @@ class TrainingLoop:
         options = self._options
 
         def run_event(event: Event) -> None:
+            self._run_event(event)
             if event is Event.AFTER_TRAIN_BATCH:  # the optimizers step next
                 feed.hold(None)
-            self._run_event(event)
 
-        feed.hold(fed)  # after Ctrl-C the next fit trains it
         metrics = train_batch(state, fed, run_event, self._microbatches, options.clipping, options.accumulate)
         if options.schedule_batches:
             self._step_schedulers()

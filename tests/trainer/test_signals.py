@@ -1,6 +1,7 @@
 """SIGTERM, SIGKILL, and launchers that start again."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,8 +17,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from composer_dist.trainer import CheckpointSaver
+from composer_dist.trainer import CheckpointSaver, DistributedDataLoader, StreamingDataLoader
+from composer_dist.trainer.data.position import Reading
 from tests.kit.compare import same, weights
 from tests.kit.grids import crossed
 from tests.kit.scripts.killable import GLOBAL_BATCH, SAMPLES, Ending, build
@@ -107,6 +111,46 @@ def test_sigterm_can_be_left_alone(tmp_path: Path) -> None:
     trainer = build(tmp_path, parallel=False)
     saver.fit_start(trainer.state, trainer.logger)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+class Workers(Dataset[int]):
+    """Each sample is the process that made it."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+class StreamedWorkers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return (os.getpid() for _ in range(8))
+
+    def split(self, num_replicas: int, rank: int) -> Any:
+        return self
+
+
+@pytest.mark.promise(100)
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        (DataLoader, Workers()),
+        (DistributedDataLoader, Workers()),
+        (DistributedDataLoader, StreamedWorkers()),
+        (StreamingDataLoader, StreamedWorkers()),
+    ],
+)
+def test_only_their_parent_ends_workers(kind: Any, data: Any) -> None:
+    """A scheduler sends SIGTERM to every process of a job; the parent needs their batches until it saves."""
+    reading = Reading(kind(data, batch_size=1, num_workers=1))
+    process = int(next(reading))
+    subprocess.run(["kill", "-TERM", str(process)], check=True)
+    assert [int(next(reading)) for _ in range(4)] == [process] * 4
+    (worker,) = (one for one in active_children() if one.pid == process)
+    worker.terminate()
+    worker.join(20)
+    assert worker.exitcode == 0
 
 
 def start(*command: str) -> subprocess.Popen[str]:

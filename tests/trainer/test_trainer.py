@@ -18,6 +18,7 @@ from composer_dist.trainer import (
     Callback,
     CheckpointSaver,
     EarlyStopper,
+    Event,
     Logger,
     LossScaling,
     State,
@@ -229,23 +230,31 @@ def test_bf16_computes_low_and_keeps_float32_weights() -> None:
 
 
 class Interrupted(Callback):
-    """Ctrl-C, or an error, in the middle of the second batch; notes what is closed."""
+    """Ctrl-C, or an error, in the second batch; notes what is closed."""
 
-    def __init__(self, error: type[BaseException] = KeyboardInterrupt) -> None:
-        self.closed, self._error = 0, error
+    def __init__(self, error: type[BaseException] = KeyboardInterrupt, event: str = "after_loss") -> None:
+        self.closed, self._error, self._event = 0, error, event
 
-    def after_loss(self, state: Any, logger: Any) -> None:
-        if state.timestamp.batch == 1 and not self.closed:
+    def run_event(self, event: Event, state: Any, logger: Any) -> None:
+        if event == self._event and state.timestamp.batch == 1 and not self.closed:
             raise self._error
 
     def close(self, state: Any, logger: Any) -> None:
         self.closed += 1
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_error_closes_callbacks_and_leaves_a_trainer_that_can_continue(error: type[BaseException]) -> None:
+@pytest.mark.parametrize(
+    ("error", "event"),
+    [
+        *((KeyboardInterrupt, event) for event in ("after_dataloader", "after_loss", "after_train_batch")),
+        (ValueError, "after_loss"),
+    ],
+)
+def test_an_error_closes_callbacks_and_leaves_a_trainer_that_can_continue(
+    error: type[BaseException], event: str
+) -> None:
     """After Ctrl-C it trains the batch again; after an error, which may be the batch's, the next one."""
-    callback = Interrupted(error)
+    callback = Interrupted(error, event)
     seen, note = seen_at("batch_end", lambda state: state.batch[0].tolist())
     trainer, log = quiet(callbacks=[callback, note], train_dataloader=(data := loader()))
     with pytest.raises(error):

@@ -1,5 +1,8 @@
 """How a batch is fetched, in a worker or not: the samples of one rank, with its own randomness."""
 
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -75,3 +78,35 @@ class StreamBatches(IterableDataset[Any]):
                     return
                 batch = self.collate(samples[first:end])
             yield batch
+
+
+@dataclass(frozen=True)
+class IgnoreSigterm:
+    """A DataLoader's `worker_init_fn`: SIGTERM ends the worker only if its parent has sent it.
+
+    Schedulers send it to all processes of a job. The parent notes it, but needs another batch before all
+    ranks can save. Programs that the worker starts inherit that SIGTERM is blocked. Only on Linux.
+    """
+
+    then: Callable[[int], None] | None = None
+    """Another one, which runs afterwards."""
+
+    def __call__(self, worker: int) -> None:  # noqa: D102
+        if hasattr(signal, "sigwaitinfo"):
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in threads that start later, too
+            threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        if self.then is not None:
+            self.then(worker)
+
+
+def _end_with(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)  # as torch's own handler does
+
+
+def spare_workers(dataloader: Any) -> None:
+    """Have the workers of a torch DataLoader, whose iterators are made later, ignore others' SIGTERM."""
+    first = getattr(dataloader, "worker_init_fn", IgnoreSigterm())
+    if not isinstance(first, IgnoreSigterm):
+        dataloader.worker_init_fn = IgnoreSigterm(first)

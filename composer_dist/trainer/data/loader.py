@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, default_colla
 from composer_dist.distributed.mesh.mesh import sampler_kwargs
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.trainer.data.fetching import FetchBatch, Request, StreamBatches
+from composer_dist.trainer.data.fetching import FetchBatch, Request, StreamBatches, spare_workers
 from composer_dist.trainer.data.order import batches_left, epoch_order, global_batches, share
 from composer_dist.trainer.data.randomness import derived_seed
 
@@ -198,12 +198,15 @@ class DistributedDataLoader:
                 seed=derived_seed("stream", self.seed, self._epoch),
                 **self._part,
             )
-            return DataLoader(stream, batch_size=None, **options)
+            loader = DataLoader(stream, batch_size=None, **options)
+            spare_workers(loader)
+            return loader
         if self._loader is None:  # else the same one again: its workers may persist
             fetch = FetchBatch(self.dataset, self.collate_fn)
             self._loader = DataLoader(
                 fetch, batch_size=None, sampler=_Requests(WeakMethod(self._requests)), **options
             )
+            spare_workers(self._loader)
         return self._loader
 
     def _requests(self) -> Iterator[Request]:

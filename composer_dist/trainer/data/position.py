@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismValueError
 from composer_dist.random_states import host_states, set_aside, set_host_states
+from composer_dist.trainer.data.fetching import spare_workers
 from composer_dist.trainer.data.loader import DistributedDataLoader
 from composer_dist.trainer.data.randomness import from_plain, to_plain
 
@@ -30,6 +31,7 @@ class Reading:
 
     def __init__(self, dataloader: Iterable[Any], place: Mapping[str, Any] | None = None) -> None:
         self._dataloader: Any = dataloader
+        spare_workers(dataloader)
         self._kind = _kind(dataloader)
         self._generators = {} if self._kind == _ANY_WORLD else host_states()
         self._began: dict[str, Any] = {}

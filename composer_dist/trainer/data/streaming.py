@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.random_states import set_aside
+from composer_dist.trainer.data.fetching import spare_workers
 from composer_dist.trainer.data.loader import positive
 
 
@@ -131,6 +132,7 @@ class StreamingDataLoader:
             loader = StatefulDataLoader(
                 stream, size, collate_fn=self.collate_fn, drop_last=self.drop_last, **options
             )
+        spare_workers(loader)
         if state is not None:
             loader.load_state_dict(state)
         return loader
