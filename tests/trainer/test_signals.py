@@ -148,9 +148,37 @@ def test_only_their_parent_ends_workers(kind: Any, data: Any) -> None:
     subprocess.run(["kill", "-TERM", str(process)], check=True)
     assert [int(next(reading)) for _ in range(4)] == [process] * 4
     (worker,) = (one for one in active_children() if one.pid == process)
-    worker.terminate()
+    del reading
     worker.join(20)
     assert worker.exitcode == 0
+
+
+class Stuck(Workers):
+    """Starts a program that a worker has to be able to end; and hangs after its first sample."""
+
+    def __getitem__(self, index: int) -> int:
+        with subprocess.Popen(["sleep", "infinity"]) as program:
+            program.terminate()
+        if index:
+            time.sleep(1e6)
+        return super().__getitem__(index)
+
+
+CLOSES = """
+from tests.trainer.test_signals import DistributedDataLoader, Reading, Stuck
+reading = Reading(DistributedDataLoader(Stuck(), batch_size=1, num_workers=1, shuffle=False))
+print(next(reading).item())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", ["", "del reading"])
+def test_a_worker_that_hangs_is_ended_with_its_loader_or_parent(last: str) -> None:
+    with start(sys.executable, "-c", CLOSES + last) as parent:
+        output, _ = parent.communicate(timeout=100)
+    assert parent.returncode == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(output.split()[-1]), 0)
 
 
 def start(*command: str) -> subprocess.Popen[str]:
