@@ -267,6 +267,19 @@ def finish_lazily(root: FSDPModule) -> None:
     root._get_fsdp_state()._lazy_init()
 
 
+def forget_forward(model: nn.Module) -> None:
+    """Reset FSDP2 in `model` after a forward without gradients raised an error. Since torch 2.12."""
+    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+        state = unit._get_fsdp_state()
+        state._training_state = _fsdp_common.TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        state._modules_to_run_forward.clear()
+        for group in fsdp_param_groups(unit):
+            group._training_state = _fsdp_common.TrainingState.IDLE
+            group._all_gather_result = None
+            group._to_sharded()
+
+
 def is_initialized(module: FSDPModule) -> bool:
     """Whether FSDP2 has initialized it lazily, so that it can no longer become a part of another root."""
     return module._get_fsdp_state()._is_root is not None

@@ -7,8 +7,7 @@ the error names the first module where they do not. The mean of the parts' losse
 whole. This costs two small forwards per model, and two more in evaluation mode if it draws random numbers in
 training, such as dropout's.
 
-Parameters whose elements are all equal have random values during the check. A gate or a projection that is
-initialized to zero would otherwise hide what it multiplies.
+Parameters whose elements are all equal have random values during the check; see `without_constants`.
 """
 
 import inspect
@@ -26,7 +25,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist import _torch
-from composer_dist.distributed import prepared
 from composer_dist.distributed.context_parallelism.attention import (
     AttentionCall,
     SequenceSplit,
@@ -34,22 +32,25 @@ from composer_dist.distributed.context_parallelism.attention import (
     check_call,
 )
 from composer_dist.distributed.context_parallelism.batch import IGNORED, Splitter
+from composer_dist.distributed.context_parallelism.constants import without_constants
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import LostRankError, ParallelismValueError
 from composer_dist.random_states import places, set_aside
 from composer_dist.structure.families import class_name
-from composer_dist.structure.modes import evaluating, values_kept
+from composer_dist.structure.modes import modes_kept, values_kept
 from composer_dist.structure.names import canonical_name
 from composer_dist.tensors.inner import local_part
 from composer_dist.tensors.nested import named_tensors, tensors_in
 
 _PER_BLOCK = 2
 """Positions per block in the proof."""
-_TOLERANCE, _COARSE = 1e-4, 0.02
-"""Relative to a tensor's largest element; the second with half precision or TF32. Both forwards compute the
-same, only with other numbers of rows, so their rounding differs little."""
-_FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
+_TOLERANCE, _COARSE, _COARSEST = 1e-4, 0.02, 0.2
+"""Relative to a tensor's largest element; the second with half precision or TF32, the third with float8.
+
+Both forwards compute the same with other numbers of rows, so their rounding differs little; float8's scales
+depend on all positions.
+"""
 
 
 def prove(splitter: Splitter, batch: Any, layout: SequenceSplit, mesh: Mesh, cp: DeviceMesh) -> None:
@@ -61,16 +62,22 @@ def prove(splitter: Splitter, batch: Any, layout: SequenceSplit, mesh: Mesh, cp:
         small = SequenceSplit(short, layout.ranks, layout.rank, layout.balanced)
         whole = _labeled(splitter, batch, splitter.shorten(batch, layout.length, short), small)
         part = splitter.split(whole, small)
-        calls = [_call(splitter, one) for one in (whole, part)]
+        calls = [_call(splitter, one, part) for one in (whole, part)]
     _check_same_batch(batch, cp, agreement)
-    with _eagerly(), _without_constants(splitter.model), torch.no_grad():
-        expected, found = _traces(splitter, calls, small, mesh.device)
-        if agreement.reach("random numbers", expected.random or found.random, any):
-            with evaluating(splitter.model):
+    model = splitter.model
+    try:
+        with _eagerly(), without_constants(model), torch.no_grad(), modes_kept(model):
+            expected, found = _traces(splitter, calls, small, mesh.device)
+            if agreement.reach("random numbers", expected.random or found.random, any):
+                for module in model.modules():
+                    module.training = False  # `eval` may also merge adapters
                 expected, found = _traces(splitter, calls, small, mesh.device)
+    except ParallelismValueError as error:  # maybe on this rank alone
+        agreement.leave(error, "the check of context parallelism")
+        raise
     means = _mean_scalars(found, cp)
     with agreement.together("the proof of context parallelism"):
-        _compare(expected, found, means, splitter.model)
+        _compare(expected, found, means, model)
 
 
 @dataclass
@@ -87,8 +94,7 @@ class _Trace:
     """The first reason why the model cannot be split."""
     random: bool = False
     """Whether the model has drawn random numbers."""
-    coarse: bool = field(default_factory=lambda: torch.get_float32_matmul_precision() != "highest")
-    """Whether it has computed with half precision or TF32."""
+    tolerance: float = field(default_factory=lambda: _COARSE if _takes_tf32() else _TOLERANCE)
     _inside: list[str] = field(default_factory=list)
     _passes: Counter[str] = field(default_factory=Counter)
 
@@ -105,13 +111,22 @@ class _Trace:
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the model; an error on so few positions means that it cannot be split."""
+        if any(type(module).__name__ == "Float8Linear" for module in model.modules()):
+            self.tolerance = _COARSEST
         try:
             self.output = model(*args, **kwargs)
+        except LostRankError:
+            raise
         except Exception as error:
             place = self._inside[-1] if self._inside else class_name(model)
-            self.refused = self.refused or (
-                f"{place} raised on {self.layout.length} positions: {type(error).__name__}: {error}"
-            )
+            raised = f"{place} raised on {self._positions} positions: {type(error).__name__}: {error}"
+            raise ParallelismValueError(
+                f"{class_name(model)} cannot be split over the sequence. {self.refused or raised}"
+            ) from error
+
+    @property
+    def _positions(self) -> int:
+        return self.layout.local_length if self.part else self.layout.length
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self._inside.append(name)
@@ -119,14 +134,15 @@ class _Trace:
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._inside.pop()
         for tensor in _values(output):
-            self.coarse = self.coarse or (tensor.is_floating_point() and tensor.dtype.itemsize < 4)
+            if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
+                self.tolerance = max(self.tolerance, _COARSE)
             if tensor.ndim > 1:
                 self._note(f"the output of {name}", tensor, 1)
 
     def _note(self, place: str, tensor: Tensor, dim: int) -> None:
         passed = self._passes[place]
         self._passes[place] += 1  # also of what has no positions, or has as many by chance
-        if tensor.shape[dim] != (self.layout.local_length if self.part else self.layout.length):
+        if tensor.shape[dim] != self._positions:
             return
         self.steps[place, passed] = tensor.clone() if self.part else self.layout.part_of(tensor, dim)
 
@@ -167,10 +183,11 @@ def _labeled(splitter: Splitter, batch: Any, short: Any, layout: SequenceSplit) 
     rarest. If the loss ignores or weighs some, the parts differ. Most parts have no label if the model allows
     that; if it shifts labels, they are on both sides of the end of a part.
     """
+    length = layout.length
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim < 2:
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or short["labels"].shape[1:] != (length,):
         return short
-    few, known, length = short["labels"].clone(), labels[labels != IGNORED], layout.length
+    few, known = short["labels"].clone(), labels[labels != IGNORED]
     values, counts = known.unique(return_counts=True)  # in increasing order
     common = values[counts.argsort(descending=True, stable=True)]
     classes = list(dict.fromkeys(torch.cat([values[:1], known[-1:], common]).tolist())) or [0]
@@ -186,7 +203,14 @@ def _labeled(splitter: Splitter, batch: Any, short: Any, layout: SequenceSplit) 
     return rest | {"labels": few}
 
 
-def _call(splitter: Splitter, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _takes_tf32() -> bool:
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # it is set by torch.backends.<...>.fp32_precision
+        return True
+
+
+def _call(splitter: Splitter, batch: Any, part: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     from composer_dist.composer_model import ComposerModel
 
     model = splitter.model
@@ -198,6 +222,11 @@ def _call(splitter: Splitter, batch: Any) -> tuple[tuple[Any, ...], dict[str, An
         signature = inspect.signature(model.forward)
         variadic = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
         arguments = {k: v for k, v in batch.items() if variadic or k in signature.parameters}
+        positions = signature.parameters.get("position_ids")
+        if positions is not None and positions.default is positions.empty and "position_ids" not in batch:
+            of_part, length = part["position_ids"], splitter.layout(batch, 1, 0).length
+            whole = torch.arange(length, device=of_part.device)
+            arguments["position_ids"] = whole.expand(of_part.shape[0], length)
         signature.bind(**arguments)
     except TypeError as error:
         raise ParallelismValueError(
@@ -234,49 +263,6 @@ def _eagerly() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _without_constants(model: nn.Module) -> Iterator[None]:
-    """Inside, parameters whose elements are equal on this rank have random values, on all ranks the same."""
-    prepared.reshard(model)
-    kept: list[tuple[Tensor, Tensor]] = []
-    number = 0
-    try:
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                number += 1
-                tensor = None if parameter is None else local_part(parameter.detach())
-                if tensor is not None and _is_constant(tensor):
-                    kept.append((tensor, tensor.clone()))
-                    multiplies = name == "weight" and not isinstance(module, nn.Embedding)
-                    _write(tensor, _random(tensor, number, multiplies))
-        yield
-    finally:
-        prepared.reshard(model)
-        for tensor, value in kept:
-            _write(tensor, value)
-
-
-def _is_constant(tensor: Tensor) -> bool:
-    if type(tensor) is not Tensor or tensor.dtype not in _FLOATS or not tensor.numel():
-        return False
-    least, most = tensor.aminmax()
-    return bool(least == most)
-
-
-def _random(tensor: Tensor, seed: int, multiplies: bool) -> Tensor:
-    """Between 0.5 and 1.5, which suits scales; of matrices, normal, as they are usually initialized."""
-    generator = torch.Generator(tensor.device).manual_seed(seed)
-    if tensor.ndim < 2:
-        return torch.empty_like(tensor).uniform_(0.5, 1.5, generator=generator)
-    deviation = tensor[0].numel() ** -0.5 if multiplies else 1.0
-    return torch.empty_like(tensor).normal_(0.0, deviation, generator=generator)
-
-
-def _write(tensor: Tensor, value: Tensor) -> None:
-    with torch.no_grad(), _torch.preserve_version(tensor):
-        tensor.copy_(value)
-
-
 def _values(output: Any) -> list[Tensor]:
     """The tensors in a module's output; not logits that are not computed."""
     return [local_part(tensor) for tensor in tensors_in(output) if _torch.has_memory(tensor)]
@@ -302,7 +288,7 @@ def _compare(expected: _Trace, found: _Trace, means: list[Tensor], model: nn.Mod
     name, ranks = class_name(model), found.layout.ranks
     if refused := expected.refused or found.refused:
         raise ParallelismValueError(f"{name} cannot be split over the sequence. {refused}")
-    tolerance = _COARSE if expected.coarse or found.coarse else _TOLERANCE
+    tolerance = max(expected.tolerance, found.tolerance)
     both = [step for step in expected.steps if step in found.steps]
     wrong = [step[0] for step in both if not _close(expected.steps[step], found.steps[step], tolerance)]
     if not wrong and not all(_same_part(expected, found, tolerance)):
@@ -327,8 +313,10 @@ def _same_part(expected: _Trace, found: _Trace, tolerance: float) -> Iterator[bo
     """For each output, whether the part's equals the whole's at the part's positions."""
     short, local = expected.layout.length, expected.layout.local_length
     for whole, part in zip(_values(expected.output), _values(found.output), strict=True):
-        if whole.ndim > 1 and (whole.shape[1], part.shape[1]) == (short, local):
-            yield _close(expected.layout.part_of(whole, 1), part, tolerance)
+        sizes = zip(whole.shape, part.shape, strict=False)
+        dims = [dim for dim, (long, mine) in enumerate(sizes) if (long, mine) == (short, local)]
+        if len(dims) == 1:
+            yield _close(expected.layout.part_of(whole, dims[0]), part, tolerance)
         elif whole.ndim:
             yield _close(whole, part, tolerance)
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 import torch
@@ -255,6 +255,21 @@ class Silent(Plain):
             nn.init.zeros_(cast(nn.Linear, layer.o).weight)
 
 
+class Long(Plain):
+    """Needs more positions than the check has; its norm is initialized to ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.embed(ids))
+        if x.shape[1] < LENGTH // 2:
+            raise ArithmeticError("too short")
+        out: Tensor = self.head(x)
+        return out
+
+
 class Weighed(Plain):
     """A mean over something else than labels, or with a second term."""
 
@@ -290,6 +305,7 @@ UNFIT: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (partial(Positions, 0.02), {}, "the output of head depends on other positions"),
     (partial(Gated, 0.0), {"buffers": BUFFERS}, "the output of Gated depends on other positions"),
     (partial(Gated, 0.01), {"buffers": BUFFERS}, "the output of Gated depends on other positions"),
+    (Long, {}, "Long cannot be split over the sequence. Long raised on 4 positions: .* too short"),
     (Silent, {"buffers": BUFFERS}, "the output of layers.0.o depends on other positions"),
     *(
         (
@@ -310,12 +326,14 @@ def test_what_mixes_positions_otherwise_is_named_before_the_first_step() -> None
         batch: Any = {"ids": tokens(0), "labels": tokens(1)}
         batch = torch.randn(4, LENGTH) if isinstance(model, nn.Linear) else batch
         hooks = len(model._forward_hooks)
+        shards = [id(parameter) for parameter in model.parameters()]
         before = {name: full(value).clone() for name, value in model.state_dict().items()}
         with pytest.raises(ParallelismValueError, match=message):  # noqa: SIM117
             with context_parallel(model, batch, **options):
                 raise AssertionError(f"nothing runs before the proof: {message}")
         for name, value in model.state_dict().items():
             assert torch.equal(full(value), before[name]), name
+        assert [id(parameter) for parameter in model.parameters()] == shards
         assert model.training
         assert len(model._forward_hooks) == hooks
 
@@ -373,6 +391,57 @@ def test_evaluation_inside_of_the_context_attends_to_all_parts() -> None:
         assert torch.equal(torch.get_rng_state(), drawn)
         assert model.calls == 2
         assert all(module.training for module in model.modules())
+
+
+class Careful(Plain):
+    """Trains beside frozen parts, keeps what it computes once, and must not be evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.down, self.up = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
+        nn.init.zeros_(self.up.weight)
+        self.dropout = nn.Dropout(0.0)
+        self.seen: dict[str, Tensor] = {}
+        self.merged = False
+
+    def train(self, mode: bool = True) -> Self:
+        self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, ids: Tensor, position_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        assert not self.merged
+        if "table" not in self.seen:
+            self.seen["table"] = full(self.scale).clone()
+        x = self.embed(ids) + position_ids[..., None].cos()
+        for layer in self.layers:
+            x = x + layer(F.layer_norm(x, (WIDTH,)) * self.seen["table"])
+        torch.rand(1)  # as dropout does
+        logits = self.head(x + self.up(self.down(x))).flatten(0, 1)
+        return logits, F.cross_entropy(logits, labels.flatten())
+
+
+@on_ranks(2)
+def test_the_check_leaves_nothing_behind() -> None:
+    batch = {"ids": tokens(0), "labels": tokens(1)}
+    losses: dict[bool, list[float]] = {}
+    for check in (False, True):
+        torch.manual_seed(0)
+        model = Careful()
+        optimizer = SGD([one for one in model.parameters() if one.requires_grad])
+        parallelize_model(model, ParallelismConfig(mesh=MeshConfig(cp=2)), optimizer)
+        losses[check] = []
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16), context_parallel(model, batch, check=check) as part:
+                loss = model(**part)[1]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[check].append(loss.item())
+        assert torch.equal(model.seen["table"], torch.ones(WIDTH))
+    assert losses[True] == losses[False]
+    assert losses[True][2] < losses[True][0]
 
 
 def test_without_context_parallel_ranks_the_batch_is_the_whole_one() -> None:
