@@ -101,7 +101,7 @@ def test_importing_the_package_costs_little_more_than_torch() -> None:
     assert more == {"composer_dist", "lazy_loader", "composer_dist.distributed"}
 
 
-@pytest.mark.parametrize("what", in_the_default_run("a run", "launching", among=LIGHT))
+@pytest.mark.parametrize("what", in_the_default_run("a run", among=LIGHT))
 def test_only_what_is_needed_is_imported(what: str) -> None:
     code, unneeded = LIGHT[what]
     assert unneeded.isdisjoint(modules_of(code))

@@ -276,6 +276,7 @@ as_script(lambda: list(outcomes([("", body, 3)], lambda folder: [], 600.0)))
 """
 
 
+@pytest.mark.slow
 def test_forked_ranks_end_with_the_process_that_forked_them(tmp_path: Path) -> None:
     main = subprocess.Popen(
         [sys.executable, "-c", SLEEPERS, tmp_path], env={**os.environ, "TMPDIR": str(tmp_path)}

@@ -111,7 +111,7 @@ TP_LOSS = ParallelismConfig(mesh=MeshConfig(dp_shard=1, tp=2), tp=TPConfig(loss_
 
 
 @pytest.mark.parametrize(
-    "parallelism", ["fsdp", "ddp", slow(TP), TP_LOSS], ids=["fsdp", "ddp", "tp", "tp-loss"]
+    "parallelism", ["fsdp", "ddp", slow(TP), slow(TP_LOSS)], ids=["fsdp", "ddp", "tp", "tp-loss"]
 )
 def test_every_mode_trains_as_one_process(parallelism: Any, world1: World, world2: World) -> None:
     ((losses, weights),) = world1(learned, None)

@@ -65,6 +65,7 @@ def test_two_processes_train_as_one(packing: str, world1: World, world2: World, 
     assert one["losses"] == other["losses"] == pytest.approx(alone["losses"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_stream_resumes_where_it_was(world2: World, tmp_path: Path) -> None:
     lines = ROWS.read_text().splitlines()
     for number in range(2):

@@ -65,7 +65,7 @@ def test_a_forked_child_does_not_hold_it_beyond_the_owners_end(tmp_path: Path, s
 
 
 @pytest.mark.parametrize(
-    ("storage", "dead"), [((), True), (("without",), False), slow((), False), slow(("without",), True)]
+    ("storage", "dead"), [((), True), slow(("without",), False), slow((), False), slow(("without",), True)]
 )
 def test_of_several_that_start_at_once_one_gets_it(tmp_path: Path, storage: Any, dead: bool) -> None:
     if dead:

@@ -4,6 +4,7 @@ import copy
 import inspect
 import random
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ from composer_dist.distributed.activations.recompute import checkpoint_modules
 from composer_dist.distributed.forwards import is_checkpointed
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError, ParallelismValueError
 from tests.kit.compare import same, same_parameters
-from tests.kit.grids import crossed
+from tests.kit.grids import crossed, in_the_default_run
 from tests.kit.huggingface import dropping_gpt2, llama
 from tests.kit.meshes import mine
 from tests.kit.models import B, batch
@@ -65,7 +66,10 @@ def test_every_mode_gives_the_same_gradients_under_the_same_names(value: Any) ->
 
 @pytest.mark.promise(26)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by the compiler
-@crossed({"mode": ["composable", "wrapped"], "whole": [False, True]})
+@pytest.mark.parametrize(
+    ("mode", "whole"),
+    in_the_default_run(("composable", True), among=product(("composable", "wrapped"), (False, True))),
+)
 def test_models_and_blocks_that_the_user_has_compiled(mode: str, whole: bool) -> None:
     plain = B()
     model = copy.deepcopy(plain)

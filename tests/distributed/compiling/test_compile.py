@@ -357,8 +357,8 @@ def trained(build: Any, config: dict[str, Any]) -> tuple[int, int]:
         (models.B, None, {"compile": {"backend": "eager", "fullgraph": True}}, 1),
         (models.tied, "composable", {}, 1),
         *(slow(models.B, ac, {}, 1) for ac in ("offload", "selective", "wrapped")),
-        (models.bert, BUDGET, {}, 1),
-        (models.scalar, None, {"rules": [Rule("layers.1", act_ckpt="selective")]}, 2),
+        slow(models.bert, BUDGET, {}, 1),
+        slow(models.scalar, None, {"rules": [Rule("layers.1", act_ckpt="selective")]}, 2),
     ],
 )
 @on_ranks(2)
@@ -404,6 +404,7 @@ def test_replicas_compile_too() -> None:
     assert graphs() == 1
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_replica_may_be_compiled_whole_after_the_preparation() -> None:
     """The compiler traced this library's hooks, down to their collectives, which it does not support."""

@@ -24,6 +24,7 @@ from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.prepared import record
 from composer_dist.errors import ParallelismKeyError, ParallelismRuntimeError, ParallelismValueError
 from tests.kit.compare import full
+from tests.kit.grids import slow
 from tests.kit.huggingface import gpt2, llama
 from tests.kit.toy import built
 from tests.kit.world import on_ranks
@@ -180,16 +181,21 @@ def alike(
 
 # Dynamo looks whether a non-leaf tensor has a gradient, and hides torch's warning by a filter of its own.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("kind", [slow("llama"), slow("gpt2"), "bidirectional", "compiled"])
 @on_ranks(2, timeout=180)
-def test_cp_on_two_ranks_equals_one_process() -> None:
+def test_cp_on_two_ranks_equals_one_process(kind: str) -> None:
     mesh = {"cp": 2}
-    recomputed = {"activation_checkpointing": "composable"}
-    same_training(llama, padded, own_loss, mesh, config=recomputed)
-    # Adam would blow up what rounding leaves of the gradient of the keys' biases, which is zero.
-    same_training(gpt2, padded, own_loss, mesh, optimizer=SGD)
-    same_training(partial(Adapted, False), tokens, square, mesh, buffers=BUFFERS)
-    compiled = {"compile": {"backend": "aot_eager"}}
-    same_training(partial(llama, use_cache=False), padded, own_loss, mesh, config=compiled)
+    if kind == "llama":
+        recomputed = {"activation_checkpointing": "composable"}
+        same_training(llama, padded, own_loss, mesh, config=recomputed)
+    elif kind == "gpt2":
+        # Adam would blow up what rounding leaves of the gradient of the keys' biases, which is zero.
+        same_training(gpt2, padded, own_loss, mesh, optimizer=SGD)
+    elif kind == "bidirectional":
+        same_training(partial(Adapted, False), tokens, square, mesh, buffers=BUFFERS)
+    else:
+        compiled = {"compile": {"backend": "aot_eager"}}
+        same_training(partial(llama, use_cache=False), padded, own_loss, mesh, config=compiled)
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ WAYS: dict[str, tuple[int, Callable[[], ParallelismConfig]]] = {
 @pytest.mark.parametrize(
     ("way", "make"),
     [
-        *(slow("tp", llama), slow("sequence", pretrained_gpt2), slow("loss", capped), ("cp", llama)),
+        *(slow("tp", llama), slow("sequence", pretrained_gpt2), slow("loss", capped), slow("cp", llama)),
         *(slow(way, llama) for way in ("sequence", "loss", "selective cp", "fsdp2 x tp", "selective")),
         *(slow("recomputed", llama), slow("cp x tp", llama), slow("cp x tp", pretrained_gpt2)),
     ],

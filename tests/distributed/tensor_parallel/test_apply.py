@@ -151,9 +151,9 @@ def test_uneven_parts_equal_the_reference_too() -> None:
 @pytest.mark.parametrize(
     ("ranks", "make"),
     [
-        *((2, make) for make in (llama, gpt2, lora_gpt2, qwen3, phi3, mixtral)),
-        *((2, Decoder), (4, lora_llama), slow(2, lora_llama)),
-        *(slow(4, make) for make in (Decoder, llama, gpt2, lora_gpt2)),
+        *((2, make) for make in (llama, gpt2, lora_gpt2, mixtral)),
+        *((4, Decoder), slow(2, Decoder), slow(2, lora_llama), slow(2, qwen3), slow(2, phi3)),
+        *(slow(4, make) for make in (llama, gpt2, lora_gpt2, lora_llama)),
     ],
 )
 @on_ranks("ranks")
