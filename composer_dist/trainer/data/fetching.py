@@ -112,7 +112,10 @@ def spare_workers(dataloader: Any) -> None:
     first = getattr(dataloader, "worker_init_fn", IgnoreSigterm())
     if isinstance(first, IgnoreSigterm):
         return
-    dataloader.worker_init_fn = IgnoreSigterm(first)
+    try:
+        dataloader.worker_init_fn = IgnoreSigterm(first)
+    except AttributeError:  # a wrapper that only shows it
+        return
     if _exits is None or _exits[0] != os.getpid():
         _exits = os.getpid(), mmap.mmap(-1, 1)
         # At its exit, before multiprocessing sends SIGTERM to them and then waits without limit.
