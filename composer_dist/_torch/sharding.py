@@ -268,7 +268,10 @@ def finish_lazily(root: FSDPModule) -> None:
 
 
 def forget_forward(model: nn.Module) -> None:
-    """Reset FSDP2 in `model` after a forward without gradients raised an error. Since torch 2.12."""
+    """Reset FSDP2 in `model` after a forward without gradients raised an error. Since torch 2.12.
+
+    Unlike `forget_iteration`, this keeps gradients.
+    """
     for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
         state = unit._get_fsdp_state()
         state._training_state = _fsdp_common.TrainingState.IDLE

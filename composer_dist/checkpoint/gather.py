@@ -18,14 +18,14 @@ def agree_on(
 ) -> bool:
     """Make sure that all ranks gather the same tensors in the same order; otherwise all raise.
 
-    Returns:
-        Whether ranks communicate: there is a shard.
-
     Args:
         tensors: of which some may be shards.
         names: the tensors that this rank would gather.
         error: this rank's error, if any.
         options: this rank's options as text.
+
+    Returns:
+        Whether ranks communicate: there is a shard.
 
     Raises:
         ParallelismError: `error`, of this rank or another.

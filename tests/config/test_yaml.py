@@ -14,7 +14,7 @@ HOSTILE = {
     "itself": "a: &a\n  b: *a\n",
     "itself in a list": "&a [*a]",
     "itself as a merge": "a: &a {<<: *a}",
-    "deep": "a: " + "[" * 2_000,
+    "deep": "a: " + "[" * 20_000,
     "deep and closed": "a: " + "[" * 200 + "]" * 200,
     "a date that is none": "a: 2026-99-99",
     "a number of too many digits": f"a: {'1' * 10_000}",

@@ -23,7 +23,7 @@ from composer_dist.errors import ParallelismError
 
 settings.register_profile(
     "few",
-    max_examples=60,
+    max_examples=100,
     derandomize=True,
     database=None,
     deadline=None,

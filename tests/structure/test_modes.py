@@ -13,11 +13,8 @@ class Merging(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.adapter, self.merged = (
-            nn.Parameter(torch.ones(2)),
-            nn.Parameter(torch.ones(2)),
-            False,
-        )
+        self.weight, self.adapter = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        self.merged = False
 
     def train(self, mode: bool = True) -> Self:
         if self.merged is mode:

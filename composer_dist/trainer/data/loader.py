@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, default_colla
 from composer_dist.distributed.mesh.mesh import sampler_kwargs
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.trainer.data.fetching import FetchBatch, Request, StreamBatches, spare_workers
+from composer_dist.trainer.data.fetching import FetchBatch, Request, StreamBatches
 from composer_dist.trainer.data.order import batches_left, epoch_order, global_batches, share
 from composer_dist.trainer.data.randomness import derived_seed
+from composer_dist.trainer.signals import spare_workers
 
 
 class OtherDataError(ParallelismValueError):

@@ -16,9 +16,9 @@ from torch.utils.data import IterableDataset
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismValueError
 from composer_dist.random_states import host_states, set_aside, set_host_states
-from composer_dist.trainer.data.fetching import spare_workers
 from composer_dist.trainer.data.loader import DistributedDataLoader
 from composer_dist.trainer.data.randomness import from_plain, to_plain
+from composer_dist.trainer.signals import spare_workers
 
 _ANY_WORLD, _ITS_OWN, _COUNTED = "any world", "its own", "counted"
 

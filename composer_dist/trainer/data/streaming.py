@@ -16,8 +16,8 @@ from torch.utils.data import IterableDataset, default_collate
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.random_states import set_aside
-from composer_dist.trainer.data.fetching import spare_workers
 from composer_dist.trainer.data.loader import positive
+from composer_dist.trainer.signals import spare_workers
 
 
 class StreamingDataLoader:

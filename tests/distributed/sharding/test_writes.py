@@ -77,7 +77,7 @@ WRITES: dict[str, Callable[[nn.Module], None]] = {
 
 
 @pytest.mark.parametrize("replicas", [1, slow(2)])
-@on_ranks(lambda replicas: 2 * replicas)
+@on_ranks(4)
 def test_writes_by_masks_and_indices_into_shards_are_those_into_whole_tensors(replicas: int) -> None:
     for name, write in WRITES.items():
         torch.manual_seed(0)
