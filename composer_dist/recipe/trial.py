@@ -19,7 +19,7 @@ from composer_dist.precision import Precision, autocast
 from composer_dist.random_states import set_aside
 from composer_dist.recipe.other_libraries.failures import blaming
 from composer_dist.recipe.schema import ChatData
-from composer_dist.structure.modes import evaluating
+from composer_dist.structure.kept import evaluating
 
 # Not public: only recipes and the Trainer split data and compute losses.
 from composer_dist.trainer.data.sampling import data_part

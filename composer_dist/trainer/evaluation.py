@@ -24,7 +24,7 @@ from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.sharding.hooks import stay_gathered
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import autocast
-from composer_dist.structure.modes import evaluating
+from composer_dist.structure.kept import evaluating
 from composer_dist.tensors.nested import map_tensors
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.data.batch import num_samples, to_device

@@ -38,7 +38,7 @@ from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import LostRankError, ParallelismValueError
 from composer_dist.random_states import places, set_aside
 from composer_dist.structure.families import class_name
-from composer_dist.structure.modes import modes_kept, values_kept
+from composer_dist.structure.kept import modes_kept, values_kept
 from composer_dist.structure.names import canonical_name
 from composer_dist.tensors.inner import local_part
 from composer_dist.tensors.nested import named_tensors, tensors_in

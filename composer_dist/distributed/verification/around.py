@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from composer_dist.random_states import seed_all, set_aside
-from composer_dist.structure.modes import values_kept
+from composer_dist.structure.kept import values_kept
 from composer_dist.structure.structure import read_structure
 
 

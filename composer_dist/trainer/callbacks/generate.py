@@ -9,7 +9,7 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import autocast
 from composer_dist.random_states import set_aside
 from composer_dist.structure.families import position_tables
-from composer_dist.structure.modes import evaluating
+from composer_dist.structure.kept import evaluating
 from composer_dist.trainer.callbacks.base import Periodic
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.logger import Logger

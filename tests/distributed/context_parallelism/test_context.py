@@ -1,6 +1,7 @@
 """`context_parallel`: loss, gradients and steps equal those of one process with the whole sequence."""
 
 import copy
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Self, cast
@@ -27,7 +28,7 @@ from tests.kit.compare import full
 from tests.kit.grids import slow
 from tests.kit.huggingface import gpt2, llama
 from tests.kit.toy import built
-from tests.kit.world import on_ranks
+from tests.kit.world import WorkerError, World, on_ranks
 
 VOCABULARY, WIDTH, LENGTH = 24, 16, 16
 BUFFERS = {"table": 0}
@@ -448,6 +449,33 @@ def test_the_check_leaves_nothing_behind() -> None:
         assert torch.equal(model.seen["table"], torch.ones(WIDTH))
     assert losses[True] == losses[False]
     assert losses[True][2] < losses[True][0]
+
+
+class Failing(Plain):
+    """Its forward fails on rank 1."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if dist.get_rank() == 1:
+            raise OSError("no such table")
+        return super().forward(ids)
+
+
+def check_and_exit() -> None:
+    model = Failing()
+    parallelize_model(model, ParallelismConfig(mesh=MeshConfig(cp=2)))
+    try:
+        context_parallel(model, tokens(0)).__enter__()
+    except ParallelismValueError as error:
+        print(error, flush=True)
+        os._exit(3)
+
+
+def test_a_forward_that_fails_on_one_rank_ends_the_others(world2: World) -> None:
+    with pytest.raises(WorkerError) as caught:
+        world2(check_and_exit)
+    assert "exit code 3\nFailing cannot be split over the sequence" in caught.value.errors[1]
+    assert "Failing raised on 8 positions: OSError: no such table" in caught.value.errors[1]
+    assert "LostRankError: Rank 1 ended while rank 0 was at 'gather layers.0'" in caught.value.errors[0]
 
 
 def test_without_context_parallel_ranks_the_batch_is_the_whole_one() -> None:

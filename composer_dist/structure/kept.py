@@ -1,4 +1,4 @@
-"""Forwards that change nothing: training and evaluation mode, buffers."""
+"""What stays as it was: training and evaluation modes, buffers and other attributes, whatever runs inside."""
 
 import copy
 from collections import OrderedDict, defaultdict

@@ -5,7 +5,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from composer_dist.structure.modes import evaluating, values_kept
+from composer_dist.structure.kept import evaluating, values_kept
 
 
 class Merging(nn.Module):
