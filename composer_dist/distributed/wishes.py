@@ -4,8 +4,10 @@ Once the plan is made, which holds every decision, only objects are taken from a
 path of the weights and the initializer.
 """
 
+import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
@@ -56,8 +58,8 @@ class Request:
             ("activation_checkpointing_check_fn", self.check_fn),
             ("param_init_fn", self.init_fn),
         ):
-            if not (function is None or callable(function) or isinstance(function, CustomPolicy)):
-                raise ParallelismTypeError(f"{name} must be a function of a module, not {function!r}.")
+            if not (function is None or isinstance(function, CustomPolicy)):
+                check_function(name, function)
 
     @property
     def device_type(self) -> str:
@@ -69,6 +71,23 @@ class Request:
         """The sizes of the mesh, or a mesh of the caller's own."""
         assert self.config.mesh is not None, "resolve_config sets it"
         return self.config.mesh
+
+
+def check_function(name: str, function: object) -> None:
+    """Refuse what cannot be called with a module alone, such as classes of modules and FSDP1's policies."""
+    remedy = "To choose modules of a class, pass lambda module: isinstance(module, TheClass)."
+    remedy = "" if name == "param_init_fn" else f" {remedy}"
+    if not callable(function) or (isinstance(function, type) and issubclass(function, nn.Module)):
+        raise ParallelismTypeError(f"{name} must be a function of a module, not {function!r}.{remedy}")
+    with suppress(ValueError):  # it is written in C
+        signature = inspect.signature(function)
+        try:
+            signature.bind(None)
+        except TypeError as error:
+            kind = getattr(getattr(function, "func", function), "__name__", type(function).__name__)
+            raise ParallelismTypeError(
+                f"{name} is called with a module alone, but {kind} takes other arguments: {error}.{remedy}"
+            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,6 +64,11 @@ def has_forward(module: nn.Module) -> bool:
     )
 
 
+def called_parts(root: nn.Module) -> list[nn.Module]:
+    """What a user's loop calls: `root`, or the parts of a bare container."""
+    return [root] if has_forward(root) else [part for one in root.children() for part in called_parts(one)]
+
+
 def holds_parameters(module: nn.Module) -> bool:
     """Whether `module` or a module below it has a parameter."""
     return any(True for _ in module.parameters())

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
 from composer_dist import Precision
 from composer_dist.config import presets
@@ -30,6 +31,29 @@ from composer_dist.wording import HINTS
 from tests.kit import models
 from tests.kit.compare import fails
 from tests.kit.planning import BLOCKS, choose
+
+
+@pytest.mark.promise(84)
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (ModuleWrapPolicy({nn.Linear}), "but ModuleWrapPolicy takes other arguments: missing a required"),
+        (
+            functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear}),
+            "but transformer_auto_wrap_policy takes other arguments: missing a required argument: 'recurse'. "
+            "To choose modules of a class, pass lambda module: isinstance(module, TheClass).",
+        ),
+        (nn.Linear, "fsdp_wrap_policy must be a function of a module, not <class 'torch.nn.modules.linear."),
+        ("Linear", "fsdp_wrap_policy must be a function of a module, not 'Linear'. To choose"),
+    ],
+)
+def test_a_policy_that_cannot_be_called_with_a_module_is_refused(policy: Any, text: str) -> None:
+    with fails(ParallelismTypeError, text):
+        Request(config=ParallelismConfig(), wrap_policy=policy)
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.fsdp_wrap_fn = policy
+    with fails(ParallelismTypeError, text.replace("policy must", "fn must")):
+        choose(model)
 
 
 @pytest.mark.promise(10)

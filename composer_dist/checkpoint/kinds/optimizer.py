@@ -26,7 +26,13 @@ from composer_dist.checkpoint.kinds.optimizer_names import (
     named_optimizer_state,
     parameter_names,
 )
-from composer_dist.distributed.optimizers.follow import empty_state, is_low_bit, low_bit_state, scalar_device
+from composer_dist.distributed.optimizers.follow import (
+    empty_state,
+    is_low_bit,
+    is_whole,
+    low_bit_state,
+    scalar_device,
+)
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError, Faults
 from composer_dist.tensors.inner import as_floats
@@ -247,7 +253,8 @@ def _kept_or_made(
         same = isinstance(now, Tensor) and now.shape == value.shape
         return now if same else low_bit_state(optimizer, parameter, key)
     dtype = _dtype(optimizer, key, value, parameter)
-    if isinstance(now, Tensor) and (now.shape, now.dtype) == (value.shape, dtype):
+    same = isinstance(now, Tensor) and (now.shape, now.dtype) == (value.shape, dtype)
+    if isinstance(now, Tensor) and same and not is_whole(now, parameter):
         return now
     if value.ndim == 0:
         return torch.zeros((), dtype=dtype, device=scalar_device(key, parameter, group, torch.device("cpu")))

@@ -18,6 +18,7 @@ from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueE
 from composer_dist.structure.names import canonical_name
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.inner import codec_of
+from composer_dist.tensors.nested import tensors_in
 from composer_dist.wording import listed
 
 _KNOWN = ("torch.optim", "torch.distributed.optim", "transformers.optimization")
@@ -69,6 +70,9 @@ def _faults(
         yield f"never called Optimizer.__init__, so its steps run no hooks. Pass its inner {kind} here."
         return
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if keys := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+        yield f"has state for {keys[0]!r}, which is not a parameter. Keep it in an attribute, or {_FIRST}"
+        return
     if foreign := [parameter for parameter in [*held, *optimizer.state] if id(parameter) not in names]:
         yield (
             f"holds {len(foreign)} parameters (of {len(held)}) that are not this model's, the first of shape "
@@ -99,10 +103,40 @@ def _faults(
                 "model is prepared, or let it share the param_groups and the state of the inner optimizer."
             )
             return
+    for one in (optimizer, *inside):
+        if fault := _kept_apart(one, names, plain):
+            yield fault
+            return
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if fault := _state_fault(value, parameter, names[id(parameter)] in plain):
                 yield f"state {key!r} of {names[id(parameter)]}: {fault}"
+
+
+def _kept_apart(optimizer: Optimizer, names: Mapping[int, str], plain: Mapping[str, str]) -> str | None:
+    """What it keeps outside of its state, in an attribute or a group, and for the old parameters only."""
+    groups = optimizer.param_groups
+    followed = {id(group["params"]) for group in groups}
+    sharded = [p for group in groups for p in group["params"] if names.get(id(p), "") not in {"", *plain}]
+    ids, shapes = set(map(id, sharded)), {one.shape for one in sharded}
+    places = [(f"attribute {key!r}", one) for key, one in vars(optimizer).items() if key not in _FOLLOWED]
+    places += [(f"group key {key!r}", one) for group in groups for key, one in group.items()]
+    for place, value in places:
+        if id(value) in followed or isinstance(value, torch.Tensor):
+            continue
+        tensors = [*tensors_in(value)]
+        if any(id(one) in ids for one in tensors):
+            return f"keeps parameters in its {place}, which would stay the ones before sharding. {_AFTER}"
+        if tensors and all(one.shape in shapes for one in tensors):
+            return (
+                f"keeps tensors of its parameters' shapes in its {place}, which cannot be sharded. {_AFTER}"
+            )
+    return None
+
+
+_FOLLOWED = {"param_groups", "state", "defaults"}
+_FIRST = "prepare the model before the first step."
+_AFTER = "Build it after the model is prepared, or let it keep them in state[parameter]."
 
 
 def check_steps(model: nn.Module, sizes: Mapping[str, int]) -> None:
@@ -220,17 +254,16 @@ def check_hooks(structure: Structure, plain: Mapping[str, str]) -> None:
 
 
 def _state_fault(value: Any, parameter: torch.Tensor, whole: bool) -> str | None:
-    remedy = "prepare the model before the first step."
     if value is None or isinstance(value, (bool, int, float)):
         return None
     if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__} cannot be sharded; {remedy}"
+        return f"a {type(value).__name__} cannot be sharded; {_FIRST}"
     if value.ndim == 0:
         return None
     if codec_of(value) is not None:
-        return f"a {type(value).__name__} is quantized as a whole; {remedy}"
+        return f"a {type(value).__name__} is quantized as a whole; {_FIRST}"
     have, want = tuple(value.shape), tuple(parameter.shape)
     matches = len(have) == len(want) and all(h in (w, 1) for h, w in zip(have, want, strict=True))
     if (matches or whole) and not isinstance(value, DTensor):
         return None
-    return f"shape {have} does not follow from the parameter's {want}, so it cannot be sharded; {remedy}"
+    return f"shape {have} does not follow from the parameter's {want}, so it cannot be sharded; {_FIRST}"

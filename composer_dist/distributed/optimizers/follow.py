@@ -56,11 +56,24 @@ def describe_groups(optimizers: Sequence[Optimizer], structure: Structure) -> li
         facts.append([f"optimizer {index}", type(optimizer).__name__])
         for number, group in enumerate(optimizer.param_groups):
             label = f"optimizer {index} group {number}"
-            for key in sorted(group):
-                if isinstance(group[key], (bool, int, float, str, tuple, type(None))):
-                    facts.append([f"{label} {key}", repr(group[key])])
+            for key in sorted(group.keys() - {"params"}):
+                facts.append([f"{label} {key}", repr(_in_plain_types(group[key]))])
             facts += [[f"{label} {names[id(p)]}", str(place)] for place, p in enumerate(group["params"])]
     return facts
+
+
+def _in_plain_types(value: Any) -> Any:
+    """A hyperparameter's numbers and texts, also in a small tensor; of anything else, the class's name."""
+    if isinstance(value, torch.Tensor) and value.numel() <= _FEW and not value.is_meta:
+        return value.tolist()
+    if isinstance(value, (list, tuple)) and len(value) <= _FEW:
+        return [_in_plain_types(one) for one in value]
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return value if plain else type(value).__name__
+
+
+_FEW = 16
+"""Elements: of a learning rate, or of two betas."""
 
 
 def find_states(optimizers: Sequence[Optimizer], structure: Structure) -> Iterator[tuple[StateEntry, Any]]:
@@ -162,6 +175,13 @@ def empty_state(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dt
         placements = tuple(p if keep else Replicate() for p, keep in zip(placements, keeps, strict=True))
         local = layout.local_shape(Mesh.of(parameter).here)
     return dtensor_of(torch.empty(local, dtype=dtype, device=here.device), mesh, placements, shape)
+
+
+def is_whole(value: Any, shard: torch.Tensor) -> bool:
+    """Whether a value of the state is a whole tensor, while its parameter is a part of one."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return False
+    return value.shape == shard.shape != local_part(shard).shape
 
 
 def carry_attributes(old: torch.Tensor, new: nn.Parameter) -> None:

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cache, partial, wraps
-from typing import TypeAlias
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,14 @@ from torch.optim import Optimizer
 
 from composer_dist import _torch
 from composer_dist.distributed.before_steps import Check, before_every_step
+from composer_dist.distributed.former import (
+    Former,
+    former_parameters,
+    prepared_models,
+    remember,
+    when_replaced,
+)
+from composer_dist.distributed.optimizers.follow import is_whole
 from composer_dist.distributed.prepared import of, record
 from composer_dist.distributed.ranks.process_group import device_for_facts
 from composer_dist.distributed.training.average_gradients import groups_of
@@ -21,9 +28,6 @@ from composer_dist.errors import Faults, ParallelismRuntimeError
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.fingerprint import fingerprint
 from composer_dist.wording import listed
-
-Former: TypeAlias = list[WeakValueDictionary[str, Tensor]]
-"""The parameters that still exist of those that a model had before each of its preparations, by name."""
 
 
 def watch_steps(model: nn.Module, replaced: Mapping[str, Tensor]) -> None:
@@ -33,21 +37,12 @@ def watch_steps(model: nn.Module, replaced: Mapping[str, Tensor]) -> None:
         model: prepared.
         replaced: the parameters, by name, that the model had before.
     """
-    former: Former = [WeakValueDictionary(replaced)]
-    for there, earlier in _former:
-        former = [*earlier, *former] if there() is model else former
-    former = [one for one in former if one]
-    before_every_step(model, partial(_choose, former))
+    before_every_step(model, partial(_choose, remember(model, replaced)))
     _torch.step_on_parts()
     _watch_zero_grad()
     _known[model] = [ref(module) for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in _units(model):
         _torch.drop_with_gradients(unit)
-    _former[:] = [*(one for one in _former if one[0]() not in (None, model)), (ref(model), former)]
-
-
-_former: list[tuple[ref[nn.Module], Former]] = []
-"""The parameters that each prepared model had before."""
 
 
 @cache
@@ -75,8 +70,7 @@ def _watch_zero_grad() -> None:
 
 def _drop_whole(parameters: Iterable[Tensor]) -> None:
     if held := set(map(id, parameters)):
-        models = [model for one, _ in _former if (model := one()) is not None]
-        for unit in [unit for model in models for unit in _units(model)]:
+        for unit in [unit for model in prepared_models() for unit in _units(model)]:
             _torch.drop_unreduced(unit, held)
 
 
@@ -91,8 +85,7 @@ _known: WeakKeyDictionary[nn.Module, list[ref[FSDPModule]]] = WeakKeyDictionary(
 def check_former(structure: Structure) -> None:
     """Raise a ParallelismValueError for parameters shared with a model that was prepared before."""
     with Faults() as faults:
-        known = [former for model, former in _former if model() is not None]
-        there = {id(one): name for former in known for each in former for name, one in each.items()}
+        there = {id(one): name for name, one in former_parameters()}
         for name, held in structure.parameters.items():
             if id(held.get()) in there:
                 faults.append(
@@ -121,10 +114,9 @@ def _check_apart(model: nn.Module, held: Mapping[int, Tensor]) -> None:
     mesh = None if (known_as := of(model)) is None else known_as.mesh
     if not apart or mesh is None or held.keys().isdisjoint(map(id, model.parameters())):
         return
-    for there, _ in _former:
-        if (prepared := there()) is not None:
-            for parameter in prepared.parameters():
-                apart.pop(id(parameter), None)
+    for prepared in prepared_models():
+        for parameter in prepared.parameters():
+            apart.pop(id(parameter), None)
     if not apart:
         return
     grads = [one.grad for one in apart.values()]
@@ -147,8 +139,7 @@ def _before_step(
     former: Sequence[tuple[str, Tensor]], mine: Set[int], model: nn.Module, optimizer: Optimizer
 ) -> None:
     if old := {name: one for name, one in former if one.grad is None}:
-        undone = any(isinstance(one, DTensor) for one in old.values())
-        when = "unparallelize_model" if undone else "the preparation"
+        when = when_replaced(old.values())
         raise ParallelismRuntimeError(
             f"{type(optimizer).__name__} holds {listed(list(old))} from before {when}, which the model no "
             "longer has, so it would update nothing. Pass it as optimizer=, or build it from "
@@ -160,8 +151,25 @@ def _before_step(
             f"The optimizer would step without the gradients of {listed(waiting)}: they are not reduced over "
             "the ranks yet, because the last backward was inside of no_sync. Run the last one outside of it."
         )
+    if optimizer.state and mine:
+        _check_state(optimizer, mine)
     for unit in units:
         if any(_torch.gathered_param(param) is not None for param in _torch.fsdp_params(unit)[:1]):
             unit.reshard()  # a forward without a backward has left it gathered, with the old values
     if mine:
         record(model).steps += 1
+
+
+def _check_state(optimizer: Optimizer, mine: Set[int]) -> None:
+    """Refuse the state of a whole model, by a look at the first shard that has a state."""
+    held = (one for group in optimizer.param_groups for one in group["params"])
+    shard = next((one for one in held if id(one) in mine and one in optimizer.state), None)
+    if shard is None:
+        return
+    for key, value in optimizer.state[shard].items():
+        if is_whole(value, shard):
+            raise ParallelismRuntimeError(
+                f"{key} of the state of {type(optimizer).__name__} is a whole tensor, but its parameter is "
+                "sharded. Call load_full_optimizer_state(model, optimizer, state) on all ranks instead of "
+                "optimizer.load_state_dict(state)."
+            )

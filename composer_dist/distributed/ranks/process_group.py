@@ -52,17 +52,20 @@ def init(
         backend: torch's name, such as `"gloo"` or `"cuda:nccl,cpu:gloo"`. By default the device's own, with
             gloo for CPU tensors.
         device: where the model will be. By default the accelerator, if there is one.
-        timeout: for each collective. By default torch's: 10 minutes for NCCL, 30 for the others.
+        timeout: a timedelta, for each collective. By default torch's: 10 minutes for NCCL, 30 for the others.
         reuse: keep an existing default group, whatever its backend.
 
     Raises:
         ParallelismRuntimeError: a group exists and `reuse` is not set, a launcher has started several ranks
             but torchrun's variables are missing, or a rank did not arrive.
+        ParallelismTypeError: `timeout` is not a timedelta.
         ParallelismValueError: the machine lacks `device`, or NCCL is to connect ranks that share a GPU.
     """
+    if not (timeout is None or isinstance(timeout, timedelta)):
+        raise ParallelismTypeError(f"timeout must be a datetime.timedelta, not {timeout!r}.")
+    if _active() and reuse:
+        return
     if _active():
-        if reuse:
-            return
         raise ParallelismRuntimeError(
             f"A process group exists already (backend {dist.get_backend()}, "
             f"{dist.get_world_size()} ranks). Pass reuse=True to use it, or call destroy() first."
@@ -74,12 +77,10 @@ def init(
     chosen = device_here(device) if device is not None else _default_device()
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(_with_index(chosen).index)
-    if backend is None:
-        backend = backend_for(chosen.type, cpu_ops=chosen.type != "cpu")
-    place: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1}
+    backend = backend_for(chosen.type, cpu_ops=chosen.type != "cpu") if backend is None else backend
+    alone: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1}
     os.environ.update(gloo_variables(os.environ))
-    if is_distributed():
-        place = meeting_place(timeout)
+    place = meeting_place(timeout) if is_distributed() else alone
     dist.init_process_group(backend, timeout=timeout, **place)
     Agreement().begin()  # from now on, it is noticed if a rank of this host ends
     if chosen.type == "cuda" and "nccl" in backend.lower():

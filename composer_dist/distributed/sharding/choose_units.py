@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from composer_dist import _torch
 from composer_dist._torch import CustomPolicy
-from composer_dist.distributed.wishes import UNIT_FIELDS, Wishes, WrapPolicy
+from composer_dist.distributed.wishes import UNIT_FIELDS, Wishes, WrapPolicy, check_function
 from composer_dist.errors import ParallelismKeyError, ParallelismTypeError, ParallelismValueError
 from composer_dist.structure.blocks import has_forward, holds_parameters, structural_units
 from composer_dist.structure.families import is_a
@@ -102,8 +102,11 @@ def choose_units(structure: Structure, wishes: Wishes) -> Choices:
         for name, reason in structural_units(structure):
             if name not in chosen and _first_above(name, {**plain, **skippable}) is None:
                 units[name] = Choice(True, reason)
-    if "" not in units and not refused_root:
-        units[""] = Choice(True, "the root manages what no other unit does")
+    if not refused_root:
+        for name in [""] if has_forward(modules[""]) else children_of("", structure):
+            name = structure.first[name]
+            if name not in {**chosen, **plain} and _first_above(name, skippable) is None:
+                units.setdefault(name, Choice(True, f"{name or 'the root'} manages what no other unit does"))
     units = {n: _with_rules(units[n], rules.get(n, {})) for n in modules if n in units}
     return Choices(units, plain, tuple(expanded))
 
@@ -134,7 +137,10 @@ def _ask(
     own = getattr(module, "_fsdp_wrap", None)
     if own is not None:
         return Choice(bool(own), f"_fsdp_wrap={bool(own)}")
-    return None if function is None else _read_answer(function(module), name, "fsdp_wrap_fn")
+    if function is None:
+        return None
+    check_function("fsdp_wrap_fn", function)
+    return _read_answer(function(module), name, "fsdp_wrap_fn")
 
 
 def _read_answer(answer: Any, name: str, source: str) -> Choice | None:

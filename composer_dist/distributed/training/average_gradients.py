@@ -25,6 +25,7 @@ from composer_dist.distributed.ranks.reports import lost_named
 from composer_dist.distributed.training.gradient_hooks import GradientHooks
 from composer_dist.distributed.training.local_gradients import LocalGradients
 from composer_dist.errors import ParallelismRuntimeError, ParallelismTypeError
+from composer_dist.structure.blocks import called_parts
 from composer_dist.tensors.nested import tensors_in
 
 
@@ -39,7 +40,7 @@ def average_plain_gradients(
     averaging to the next synchronized backward.
 
     Args:
-        root: the module whose outputs the loss is computed from.
+        root: the module whose outputs the loss is computed from; of a bare container, the parts.
         parameters: plain parameters by name, the same on every rank, none of them a DTensor.
         mesh: the data-parallel mesh, of any number of dimensions; None is the whole world.
 
@@ -82,7 +83,9 @@ class PlainGradientAveraging:
         self._hooked: set[torch.Tensor] = set()
         self._leaves = WeakTensorKeyDictionary()
         """The handles of the hooks on outputs that are leaves."""
-        self._handles: list[RemovableHandle] = [root.register_forward_hook(self._watch)]
+        self._handles: list[RemovableHandle] = [
+            part.register_forward_hook(self._watch) for part in called_parts(root)
+        ]
         self._hooks = GradientHooks(self, averaged, self._handles)
         self._hook_trainable()
         self._record = prepared.record(root)

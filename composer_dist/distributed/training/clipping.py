@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
+from composer_dist.distributed.former import refuse_former
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.distributed.ranks.reports import lost_named
 from composer_dist.distributed.training.local_gradients import refuse_local
@@ -48,14 +49,15 @@ def clip_grad_norm(model_or_parameters: Parameters, max_norm: float, norm_type: 
 
     Raises:
         ParallelismValueError: `norm_type` is not positive, or `max_norm` is negative.
-        ParallelismRuntimeError: gradients are not averaged over the ranks yet.
+        ParallelismRuntimeError: gradients are not averaged over the ranks yet, or these are parameters that
+            the model had before it was prepared.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
     if not norm_type > 0 or not max_norm >= 0:
         raise ParallelismValueError(
             f"clip_grad_norm needs norm_type > 0 and max_norm >= 0, not {norm_type} and {max_norm}."
         )
-    parameters = _parameters(model_or_parameters)
+    parameters = _parameters(model_or_parameters, "clip_grad_norm")
     if not parameters:
         return torch.tensor(0.0)
     refuse_local(parameters, "clip_grad_norm would measure")
@@ -84,24 +86,27 @@ def clip_grad_value(model_or_parameters: Parameters, max_value: float) -> None:
 
     Raises:
         ParallelismValueError: `max_value` is negative.
-        ParallelismRuntimeError: gradients are not averaged over the ranks yet.
+        ParallelismRuntimeError: gradients are not averaged over the ranks yet, or these are parameters that
+            the model had before it was prepared.
     """
     if not max_value >= 0:
         raise ParallelismValueError(f"clip_grad_value needs max_value >= 0, not {max_value}.")
-    parameters = _parameters(model_or_parameters)
+    parameters = _parameters(model_or_parameters, "clip_grad_value")
     refuse_local(parameters, "clip_grad_value would limit")
     for parameter in parameters:
         for gradient in local_gradient(parameter):
             gradient.clamp_(-max_value, max_value)
 
 
-def _parameters(model_or_parameters: Parameters) -> list[torch.Tensor]:
+def _parameters(model_or_parameters: Parameters, function: str) -> list[torch.Tensor]:
     """The parameters, each once, as shards where a model is given."""
     if isinstance(model_or_parameters, nn.Module):
         return [parameter for _, parameter in named_parameters_canonical(model_or_parameters)]
     if isinstance(model_or_parameters, torch.Tensor):
-        return [model_or_parameters]
-    return list(dict.fromkeys(model_or_parameters))
+        model_or_parameters = [model_or_parameters]
+    given = list(dict.fromkeys(model_or_parameters))
+    refuse_former(given, function)
+    return given
 
 
 def local_gradient(parameter: torch.Tensor) -> list[torch.Tensor]:

@@ -35,7 +35,7 @@ from composer_dist.files.slabs import Slab, plan_reads
 from composer_dist.progress import Progress
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.blueprint import Blueprint
-from composer_dist.wording import listed
+from composer_dist.wording import kind_in_words, listed
 
 
 @dataclass
@@ -61,7 +61,11 @@ class UnfilledPart:
 def check_weights(path: object, sync: str) -> None:
     """Raise unless `weights=` is a path or None, and `sync` does not contradict it."""
     if not isinstance(path, (str, os.PathLike, type(None))) or path == "":
-        raise ParallelismTypeError(f"weights must be the path of a file or directory, or None, not {path!r}.")
+        given = "''" if path == "" else kind_in_words(path)
+        raise ParallelismTypeError(
+            f"weights must be the path of a file or directory, or None, not {given}. A state dict is "
+            "loaded by load_full_model_state, after the preparation."
+        )
     if "://" in str(path):
         raise ParallelismValueError(f"weights={str(path)!r} is a URL; download the files first.")
     if path is not None and sync != "auto":

@@ -3,6 +3,7 @@
 Longer than other files: all optimizers go through the same few helpers.
 """
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable
@@ -366,6 +367,7 @@ def test_optimizers_that_differ_between_ranks_are_refused() -> None:
     for make, text in (
         (lambda p: adam_w(p, 0.1), "optimizer 0: Adam on rank 0, AdamW on rank 1"),
         (lambda p: adam(p, 0.2), "optimizer 0 group 0 lr: 0.1 on rank 0, 0.2 on rank 1"),
+        (lambda p: adam(p, torch.tensor(0.5)), "optimizer 0 group 0 lr: 0.1 on rank 0, 0.5 on rank 1"),
         (lambda p: adam(p[::-1], 0.1), "optimizer 0 group 0 scale: 0 on rank 0, 11 on rank 1"),
         (lambda p: None, "optimizer 0: rank 0 has it, rank 1 does not"),
     ):
@@ -563,6 +565,53 @@ def test_an_optimizer_of_frozen_parameters_only_is_refused() -> None:
         check_optimizers([optimizer], read_structure(model), {})
     model[1].requires_grad_(False)
     check_optimizers([optimizer], read_structure(model), {})
+
+
+class Keeping(torch.optim.SGD):
+    """Keeps something besides its groups' parameters and its state."""
+
+    def __init__(self, keep: Callable[[Any], Any], parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        keep(self)
+
+
+@pytest.mark.promise(25)
+@pytest.mark.parametrize(
+    ("keep", "whole_too", "text"),
+    [
+        (
+            lambda own: setattr(own, "all", list(own.param_groups[0]["params"])),
+            False,
+            "keeps parameters in its attribute 'all', which would stay the ones before sharding. Build it",
+        ),
+        (
+            lambda own: own.param_groups[0].update(anchor=[p + 1 for p in own.param_groups[0]["params"]]),
+            False,
+            "keeps tensors of its parameters' shapes in its group key 'anchor', which cannot be sharded",
+        ),
+        (
+            lambda own: setattr(own, "sums", {n: p + 1 for n, p in enumerate(own.param_groups[0]["params"])}),
+            False,
+            "keeps tensors of its parameters' shapes in its attribute 'sums', which cannot be sharded",
+        ),
+        (
+            lambda own: own.state.update(calls=1),
+            True,
+            "has state for 'calls', which is not a parameter. Keep it in an attribute, or prepare the model",
+        ),
+        (lambda own: setattr(own, "same", own.param_groups[0]["params"]), False, ""),
+        (lambda own: setattr(own, "sizes", [torch.ones(1), torch.ones(())]), False, ""),
+    ],
+)
+def test_what_an_optimizer_keeps_outside_of_its_state_is_followed_or_refused(
+    keep: Callable[[Any], Any], whole_too: bool, text: str
+) -> None:
+    model = nn.Linear(2, 3)
+    optimizer = Keeping(keep, model.parameters())
+    whole = dict.fromkeys(("weight", "bias"), "a rule")
+    for plain, is_refused in (({}, bool(text)), (whole, whole_too)):
+        with fails(ParallelismValueError, f"Keeping {text}") if is_refused else contextlib.nullcontext():
+            check_optimizers([optimizer], read_structure(model), plain)
 
 
 @pytest.mark.promise(25)

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from composer_dist._torch import TorchDispatchMode, step_on_parts
+from composer_dist.checkpoint import load_full_optimizer_state
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
@@ -24,10 +25,10 @@ from composer_dist.config.rule import Rule
 from composer_dist.config.tensor_parallel import TPConfig
 from composer_dist.distributed import no_sync, parallelize_model
 from composer_dist.distributed.before_steps import Check, before_every_step
-from composer_dist.distributed.optimizers import steps
+from composer_dist.distributed.former import former_parameters
 from composer_dist.distributed.training.gradients import accumulate
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-from tests.kit.compare import close, fails, full, weights
+from tests.kit.compare import close, fails, full, same, weights
 from tests.kit.grids import crossed
 from tests.kit.toy import built
 from tests.kit.world import on_ranks
@@ -60,6 +61,23 @@ def test_a_step_with_parameters_from_before_or_without_gradients_is_refused() ->
     optimizer.step()
 
 
+@on_ranks(2)
+def test_a_step_with_the_state_of_a_whole_model_is_refused() -> None:
+    model, whole = _net(), _net()
+    optimizer, other = (torch.optim.AdamW(one.parameters()) for one in (model, whole))
+    parallelize_model(model, FSDP2Config(), optimizer)
+    for one, step in ((whole, other.step), (model, lambda: None)):
+        one(torch.ones(2, 4)).sum().backward()
+        step()
+    before = weights(model)
+    optimizer.load_state_dict(other.state_dict())
+    with fails(ParallelismRuntimeError, "exp_avg of the state of AdamW is a whole tensor", "load_full_optim"):
+        optimizer.step()
+    same(weights(model), before)
+    load_full_optimizer_state(model, optimizer, other.state_dict())
+    optimizer.step()
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own, when it is imported
 @on_ranks(2)
 @pytest.mark.parametrize("mode", ["fsdp", "ddp"])
@@ -84,8 +102,7 @@ def test_former_parameters_are_forgotten_once_nothing_holds_them() -> None:
     kept = model[1].weight
     parallelize_model(model, FSDP2Config())
     gc.collect()
-    (former,) = next(former for of, former in steps._former if of() is model)
-    assert dict(former) == {"1.weight": kept}
+    assert dict(former_parameters()) == {"1.weight": kept}
     with fails(ParallelismRuntimeError, "SGD holds 1.weight from before the preparation"):
         torch.optim.SGD([kept], 0.1).step()
 

@@ -5,6 +5,7 @@ Longer than other files: all cases read plans of the same models.
 
 import json
 import re
+from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
@@ -130,13 +131,14 @@ def test_the_root_and_the_last_block_are_not_freed_unless_somebody_says_so() -> 
 
 
 def test_a_model_in_a_wrapper_is_freed_as_it_would_be_alone() -> None:
-    def freed(wrapper: nn.ModuleDict) -> dict[str, bool | int]:
-        units = {*wrapper.values(), *(m for m in wrapper.modules() if type(m) is models.Block)}
+    def freed(wrapper: nn.Module) -> dict[str, bool | int]:
+        units = {*wrapper.children(), *(m for m in wrapper.modules() if type(m) is models.Block)}
         return _reshard(_plan(wrapper, fsdp_wrap_policy=units.__contains__))
 
     last = {"": False, "a": False, "a.layers.0": True, "a.layers.1": True, "a.layers.2": False}
-    assert freed(nn.ModuleDict({"a": models.B()})) == last
-    two = freed(nn.ModuleDict({"a": models.B(), "b": models.B()}))
+    assert freed(nn.Sequential(OrderedDict(a=models.B()))) == last
+    assert freed(nn.ModuleDict({"a": models.B()})) == {name: last[name] for name in last if name}
+    two = freed(nn.Sequential(OrderedDict(a=models.B(), b=models.B())))
     assert {name: two[name] for name in ("", "a", "b")} == {"": False, "a": True, "b": True}
 
 

@@ -334,6 +334,12 @@ def test_timeout_reaches_torch(monkeypatch: pytest.MonkeyPatch, launched: bool) 
     assert not launched or store.timeout == timedelta(seconds=30)
 
 
+@pytest.mark.promise(9)
+def test_a_timeout_in_seconds_is_refused() -> None:
+    with pytest.raises(ParallelismTypeError, match="timeout must be a datetime.timedelta, not 40"):
+        pg.init(device="cpu", timeout=40)  # type: ignore[arg-type]
+
+
 LEAVING = """
 from composer_dist.distributed import process_group
 from composer_dist.distributed.ranks.agreement import Agreement

@@ -1,5 +1,7 @@
 """Methods besides forward, several prepared models in one program, and a prepared part of a model."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -181,3 +183,35 @@ def test_a_part_of_a_model_is_prepared_separately() -> None:
     same_parameters(model, reference, gradients=True)
     # scale (a scalar), inner.weight and inner.bias of the first block; the second block; the head
     assert [isinstance(p, DTensor) for p in model.parameters()] == [False, True, True, *[False] * 5]
+
+
+class Parts(nn.ModuleDict):
+    """Two networks, for a loop that calls each; it has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__({"generator": Model(), "critic": nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))})
+
+
+@pytest.mark.parametrize("config", ["fsdp", "ddp"])
+@on_ranks(2)
+def test_the_parts_of_a_container_are_trained_in_turn(config: str) -> None:
+    reference, model = built(Parts), built(Parts)
+    adam = partial(torch.optim.AdamW, lr=0.1)
+    optimizers = [
+        [adam(m["generator"].parameters()), adam(m["critic"].parameters())] for m in (reference, model)
+    ]
+    done = parallelize_model(model, config, optimizers[1])
+    if config == "fsdp":
+        units = ["critic", "generator", "generator.blocks.0", "generator.blocks.1"]
+        assert sorted(unit.name for unit in done.plan.units) == units
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        for number in (0, 1):
+            for parts, steps, rows in ((reference, optimizers[0], x), (model, optimizers[1], mine(x))):
+                faked = parts["generator"](rows)
+                score = parts["critic"](faked.detach() if number else faked)
+                (score.square().mean() if number else -score.mean()).backward()
+                steps[number].step()
+                for one in steps:
+                    one.zero_grad()
+    same_parameters(model, reference)

@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from composer_dist.distributed import parallelize_model, unparallelize_model
 from composer_dist.distributed.training.clipping import clip_grad_norm, clip_grad_value
-from composer_dist.errors import ParallelismValueError
-from tests.kit.compare import full
+from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from tests.kit.compare import fails, full
 from tests.kit.gradients import assert_grads, batch, grads, loss_of, prepared, reference
 from tests.kit.meshes import mine
 from tests.kit.world import on_ranks
@@ -126,6 +127,25 @@ def test_clipping_by_value() -> None:
     nn.utils.clip_grad_value_(single.parameters(), 0.01)
     clip_grad_value(model, 0.01)
     assert_grads(model, grads(single))
+
+
+@on_ranks(2)
+def test_parameters_of_another_time_are_refused() -> None:
+    model = nn.Linear(4, 4)
+    before = list(model.parameters())
+    parallelize_model(model, "fsdp")
+    model(torch.ones(2, 4)).sum().backward()
+    with fails(ParallelismRuntimeError, "clip_grad_norm was given weight, bias from before the preparation"):
+        clip_grad_norm(before, 0.1)
+    with fails(ParallelismRuntimeError, "clip_grad_value was given weight from before the preparation"):
+        clip_grad_value(before[0], 0.1)
+    shards = list(model.parameters())
+    assert clip_grad_norm(shards, 0.1) > 0.1
+    unparallelize_model(model)
+    for one in shards:
+        one.grad = None
+    with fails(ParallelismRuntimeError, "weight, bias from before unparallelize_model, which the model no"):
+        clip_grad_norm(shards, 0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

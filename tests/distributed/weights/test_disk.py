@@ -471,3 +471,7 @@ def test_corrupt_files_are_refused_alike_on_all_ranks(tmp_path: Path) -> None:
 def test_an_empty_path_is_refused() -> None:
     with pytest.raises(ParallelismTypeError, match="file or directory, or None, not ''"):
         check_weights("", "auto")
+    with pytest.raises(
+        ParallelismTypeError, match="None, not dict. A state dict is loaded by load_full_model"
+    ):
+        check_weights({"weight": torch.ones(2)}, "auto")
