@@ -21,6 +21,16 @@ INTERVAL = 10.0
 _TICK = 0.25
 
 
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Print a line, by default on standard error; if its disk is full or fails, do without."""
+    try:
+        print(text, file=stream or sys.stderr, flush=True)
+    except BrokenPipeError:  # nobody reads any more, as in `| head`
+        raise
+    except OSError:
+        pass
+
+
 @dataclass
 class Stage:
     """One step: the bytes to move on this rank, and the bytes already moved."""
@@ -100,7 +110,7 @@ class Display:
             self._draw(text)
         else:
             self._next = now + INTERVAL
-            print(f"{self._stage.label}: {text}", file=self._stream, flush=True)
+            tell(f"{self._stage.label}: {text}", self._stream)
 
     def close(self) -> None:
         """Removes the bar."""

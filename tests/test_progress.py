@@ -1,14 +1,17 @@
 """Nothing for short steps, lines in a log, a bar on a terminal that goes when the step ends."""
 
+import errno
 import io
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 
-from composer_dist.progress import Display, Progress, Stage
-from tests.kit.training import Clock, Terminal
+from composer_dist.progress import Display, Progress, Stage, tell
+from composer_dist.trainer import ProgressBar
+from tests.kit.training import Clock, Terminal, fitted
 
 MIB = 1 << 20
 
@@ -117,3 +120,26 @@ def test_while_nothing_is_known_to_move_the_seconds_are_shown() -> None:
     clock.now = 103.0
     display.tick()
     assert stream.getvalue() == "converting: 3 s\n"
+
+
+class Failing(io.StringIO):
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+def test_a_log_on_a_full_disk_ends_nothing_and_one_that_nobody_reads_does(capsys: Any) -> None:
+    tell("first")
+    tell("second", Failing(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(BrokenPipeError):
+        tell("third", Failing(BrokenPipeError()))
+    assert capsys.readouterr() == ("", "first\n")
+
+
+def test_training_goes_on_where_its_log_cannot_be_written() -> None:
+    bar = ProgressBar(stream=Failing(OSError(errno.ENOSPC, "No space left on device")))
+    trainer, _ = fitted(callbacks=[bar], max_duration="3ba")
+    assert trainer.state.timestamp.batch == 3

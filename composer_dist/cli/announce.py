@@ -18,7 +18,7 @@ def announcement(config: Path, overrides: list[str], processes: int | None) -> s
     Empty if the configuration cannot be read: the checks that follow report what is wrong.
     """
     try:
-        document, wrong = read_document(config.read_text(), str(config))
+        document, wrong = read_document(config.read_text("utf-8"), str(config))
     except (OSError, UnicodeDecodeError):
         return ""
     if wrong or override(document, overrides):

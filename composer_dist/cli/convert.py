@@ -61,11 +61,11 @@ def convert(
 
     It runs on one CPU and holds one tensor at a time.
     """
+    if not source.exists():
+        raise typer.BadParameter(f"{source} does not exist", param_hint="SOURCE")
     form = to or (Form.FILE if target.suffix in {".pt", ".pth", ".ckpt"} else None)
     if form is None:
         raise typer.BadParameter("say which format TARGET should have", param_hint="--to")
-    if not source.exists():
-        raise typer.BadParameter(f"{source} does not exist", param_hint="SOURCE")
     if target.exists() and not overwrite and (target.is_file() or any(target.iterdir())):
         raise typer.BadParameter(f"{target} already exists; pass --overwrite", param_hint="TARGET")
 

@@ -68,7 +68,7 @@ def convert_config(
     if target is None:
         typer.echo(text, nl=False)
         return
-    target.write_text(text)
+    target.write_text(text, "utf-8")
     for title, undecided in (("to decide", True), ("not converted", False)):
         for remark in done.remarks:
             if remark.undecided is undecided:

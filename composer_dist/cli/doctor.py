@@ -144,7 +144,8 @@ def show(findings: list[Finding]) -> None:
     for finding in findings:
         mark = f"[{_COLORS[finding.verdict]}]{finding.verdict}[/]"
         table.add_row(mark, finding.what, finding.found + (f"\n{finding.remedy}" if finding.remedy else ""))
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(highlight=False, width=None if known else 110)
     console.print(table)
     counts = {kind: sum(finding.verdict == kind for finding in findings) for kind in ("fault", "warning")}
     if counts["fault"]:

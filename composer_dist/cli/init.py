@@ -71,7 +71,12 @@ def init(
         raise typer.BadParameter(f"{', '.join(there)} already exists; pass --force.", param_hint="PATH")
     target.parent.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():
-        file.write_text(text)
+        aside = file.with_name(f".{file.name}.tmp")
+        try:
+            aside.write_text(text, "utf-8")
+            aside.replace(file)
+        finally:
+            aside.unlink(missing_ok=True)
         typer.echo(f"Wrote {file}")
     typer.echo(f"Next: composer-dist train {target}")
 
@@ -81,7 +86,7 @@ def _files(preset: str, target: Path) -> dict[Path, str]:
     sources = {target: PRESETS / f"{preset}.yaml"}
     if (code := PRESETS / f"{preset}.py").exists():
         sources[target.with_suffix(".py")] = code
-    texts = {file: source.read_text() for file, source in sources.items()}
+    texts = {file: source.read_text("utf-8") for file, source in sources.items()}
     if target.stem != preset:
         texts = {file: _renamed(text, preset, target.stem) for file, text in texts.items()}
     return texts

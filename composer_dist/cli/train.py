@@ -81,7 +81,7 @@ def prepare(
     debug, given = bool(context.find_root().params.get("debug")), overrides or []
     if launched is None:
         with told(debug, command=command):
-            refuse_at_once(config, given)
+            refuse_at_once(config, given, writes=command != "verify")
     return debug, given
 
 
@@ -124,13 +124,13 @@ def _run(config: Path, overrides: list[str], announced: bool, ctrl_c: CtrlC) -> 
     run(configuration)
 
 
-def refuse_at_once(config: Path, overrides: list[str]) -> None:
+def refuse_at_once(config: Path, overrides: list[str], writes: bool) -> None:
     """Report what is wrong before torch is imported, which takes seconds; then the rest, and exit."""
     from composer_dist.recipe.first_look.look import faults_at_once
     from composer_dist.recipe.problems import ConfigurationError
 
     # Several hosts may have different files; their ranks tell each other when they read the data.
-    if not (told := faults_at_once(config, overrides, files=not _in_a_launcher())):
+    if not (told := faults_at_once(config, overrides, not _in_a_launcher(), writes)):
         return
     if is_rank_zero():
         typer.echo("\n".join(told), err=True)

@@ -69,7 +69,7 @@ def read_parallelism(wanted: Any) -> Any:
         if isinstance(wanted, str) and wanted.lstrip().startswith("{"):
             return yaml.safe_load(wanted)
         if isinstance(wanted, (str, PathLike)) and Path(wanted).suffix in (".yaml", ".yml", ".json"):
-            return yaml.safe_load(Path(wanted).read_text())
+            return yaml.safe_load(Path(wanted).read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ParallelismValueError(f"parallelism={str(wanted)!r} cannot be read: {why}.") from error

@@ -1,6 +1,5 @@
 """A run from its start to its end, and the verification of its model."""
 
-import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from composer_dist.distributed import (
 from composer_dist.errors import ParallelismValueError
 from composer_dist.files.checked import CheckedFile, LocalSink
 from composer_dist.models import ComposerClassifier, HuggingFaceModel
+from composer_dist.progress import tell
 from composer_dist.recipe.build import Session, batches, build, data_and_model, epoch_of, optimizer_of
 from composer_dist.recipe.output.folder import run_folder
 from composer_dist.recipe.problems import blamed_on
@@ -124,7 +124,7 @@ def finish(session: Session) -> Path | None:
             export_pretrained(session.model, path, merge_adapters=session.run.export == "merged")
             what, library = ("Adapter", "peft's") if adapter else ("Model", "transformers'")
             _say(f"{what} saved to {path}; load it with {library} from_pretrained.")
-    if averages:
+    if averages and averages.averages:
         _say("The saved weights are the EMA's averages.")
     return path
 
@@ -149,4 +149,4 @@ def _write_module(session: Session) -> Path:
 def _say(text: str) -> None:
     """Prints on rank 0."""
     if process_group.world_and_rank()[1] == 0 and text:
-        print(text, file=sys.stderr, flush=True)
+        tell(text)

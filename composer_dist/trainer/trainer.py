@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ from composer_dist.distributed.ranks.hangs.guard import HangGuard
 from composer_dist.distributed.training.gradients import Accumulate, accumulated_bytes
 from composer_dist.errors import ParallelismValueError
 from composer_dist.precision import Precision, as_precision
+from composer_dist.progress import tell
 from composer_dist.trainer.arguments import (
     as_list,
     check_duration,
@@ -214,7 +214,7 @@ class Trainer:
         with self._guard.at("load"):
             path = resume_run(resume, self.state, self.callbacks, self.load_state_dict)
         if self.state.rank == 0 and (batch := self.state.timestamp.batch):
-            print(f"Resuming from {path} after batch {batch}.", file=sys.stderr, flush=True)
+            tell(f"Resuming from {path} after batch {batch}.")
         return path
 
     def fit(

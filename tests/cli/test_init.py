@@ -1,5 +1,6 @@
 """`composer-dist init`: files that run as they are."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,13 @@ def test_what_it_cannot_write_it_says(tmp_path: Path) -> None:
 def test_every_preset_is_in_the_help() -> None:
     told = call("--help")[1]
     assert all(preset in told for preset in Preset)
+
+
+def test_a_disk_that_is_full_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(self: Path, text: str, encoding: str) -> None:
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    assert call("pretrain", tmp_path / "mine.yaml")[0] != 0
+    assert list(tmp_path.iterdir()) == []

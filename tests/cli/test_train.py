@@ -474,6 +474,9 @@ def test_a_run_resumes_and_exports_the_averages(tmp_path: Path) -> None:
     averaged = [*run, f"out={tmp_path / 'averaged'}", "callbacks={ema: {half_life: 1000ba}}"]
     status, _, told = call(*averaged, "trainer.max_duration=2ba")
     assert (status, "Resuming" in told, "the EMA's averages" in told) == (0, False, True), told
+    begun = ["callbacks={ema: {half_life: 1000ba, start: 3ba}}", f"out={tmp_path / 'none'}"]
+    status, _, told = call(*run, *begun, "trainer.max_duration=2ba")
+    assert (status, "the EMA's averages" in told) == (0, False), told
     status, _, told = call(*averaged, "trainer.max_duration=4ba")
     assert status == 0
     assert f"Resuming from {tmp_path}/averaged/checkpoints/ep0-ba2 after batch 2.\n" in told

@@ -1,5 +1,6 @@
 """What is wrong with a configuration is told all at once, each with its line and the nearest key."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -155,6 +156,25 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
     command += [write(GOOD), "parallelism=fsdpp"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     assert told == f"'parallelism=fsdpp': parallelism: {unknown_strategy('fsdpp', strategies.STRATEGIES)}"
+
+
+def test_files_are_utf_8_whatever_the_locale_is(write: Write) -> None:
+    file = write(GOOD + "# caf\u00e9\n")
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from composer_dist.recipe.first_look.look import faults_at_once\n"
+        "print(faults_at_once(Path(sys.argv[1]), []))"
+    )
+    latin = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = subprocess.run([sys.executable, "-c", code, file], env=os.environ | latin, capture_output=True)
+    assert done.stdout == b"[]\n", done.stderr
+
+
+def test_only_a_run_needs_places_to_write_to(write: Write) -> None:
+    file = write(GOOD)
+    (told,) = faults_at_once(file, ["out=/proc/none"], files=True)
+    assert "out=/proc/none cannot be written: /proc is not a folder to write to" in told
+    assert faults_at_once(file, ["out=/proc/none"], files=True, writes=False) == []
 
 
 def test_missing_files_are_told_at_once(write: Write, tmp_path: Path) -> None:

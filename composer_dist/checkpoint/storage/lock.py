@@ -62,16 +62,22 @@ class FolderLock:
         """See that the folder is still the one that was locked; one that was removed is made anew.
 
         Raises:
-            CheckpointRuntimeError: its disk is gone, and what is there now is another one.
+            CheckpointRuntimeError: its disk is gone, and what is there now is another one; or it cannot be
+                made.
         """
         owned = self._taken
-        if owned is None or not owned.users or _text(owned.path) == owned.record:
+        if owned is None or not owned.users or owned.is_there():
             return
         folder = owned.path.parent
-        if next(one for one in (folder, *folder.parents) if one.exists()).stat().st_dev != owned.device:
-            raise CheckpointRuntimeError(f"The disk of {folder} is no longer mounted. Mount it again.")
-        folder.mkdir(parents=True, exist_ok=True)
-        again = self._acquired(owned.path)
+        try:
+            if next(one for one in (folder, *folder.parents) if one.exists()).stat().st_dev != owned.device:
+                raise CheckpointRuntimeError(f"The disk of {folder} is no longer mounted. Mount it again.")
+            folder.mkdir(parents=True, exist_ok=True)
+            again = self._acquired(owned.path)
+        except OSError as error:
+            raise CheckpointRuntimeError(
+                f"The folder {folder} was removed, and cannot be made again: {error.strerror}."
+            ) from error
         owned.close()
         owned.record, owned.descriptor = again.record, again.descriptor
 
@@ -109,6 +115,14 @@ class _Owned:
     descriptor: int | None
     """None: the storage has no locks, and the file is the lock."""
     users: int = field(default=0)
+
+    def is_there(self) -> bool:
+        """Whether the locked file is still in its folder; what is in it does not matter to flock."""
+        if self.descriptor is None:
+            return _text(self.path) == self.record
+        with suppress(OSError):
+            return _is_at(self.descriptor, self.path)
+        return False
 
     def end(self) -> None:
         """Remove the file while it is locked, so that nobody locks one that is about to go."""

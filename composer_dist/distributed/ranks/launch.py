@@ -5,13 +5,14 @@ Prefer torchrun or `composer-dist train -n` for jobs.
 
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from multiprocessing import current_process
+from multiprocessing import current_process, resource_tracker
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,7 +86,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="composer_dist-") as folder:
         box = Path(folder)  # for values and errors: unlike pipes, files do not fill up
         try:
-            start_processes(_work, (call, n, method, store.port, box), nprocs=n, start_method=method)
+            _run_all((call, n, method, store.port, box), n, method)
         except (ProcessRaisedException, ProcessExitedException) as error:
             raise _first_failure(box, error, method) from None
         except (AttributeError, pickle.PicklingError) as error:
@@ -97,7 +98,20 @@ def launch(
         return value
 
 
+def _run_all(args: tuple[Any, ...], n: int, method: str) -> None:
+    """Start the processes, which notice Ctrl-C once they work: their imports would print a traceback."""
+    resource_tracker.ensure_running()  # its start would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        context = start_processes(_work, args, nprocs=n, join=False, start_method=method)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    while not context.join():
+        pass
+
+
 def _work(rank: int, call: Callable[[], Any], n: int, method: str, port: int, box: Path) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     (box / f"began-{rank}").touch()
     os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
     os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(n)))

@@ -182,7 +182,7 @@ def read_foreign(file: Path) -> Foreign:
         ConfigurationError: it cannot be read, is neither, or refers to values that do not exist.
     """
     try:
-        text = file.read_text()
+        text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise ConfigurationError(f"{file}: {reason}. Give a YAML or JSON file.") from None

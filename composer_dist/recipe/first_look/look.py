@@ -34,7 +34,7 @@ def read_sections(file: Path, assignments: Sequence[str]) -> tuple[Document, Pro
         ConfigurationError: the file cannot be read, or is not YAML.
     """
     try:
-        text = file.read_text()
+        text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         near = _near(file) if isinstance(error, FileNotFoundError) else ""
@@ -136,13 +136,16 @@ def _check_files(data: Data, folder: Path, problems: Problems) -> None:
             chat_template(data, folder)
 
 
-def faults_at_once(file: Path, assignments: Sequence[str], files: bool = False) -> list[str]:
+def faults_at_once(
+    file: Path, assignments: Sequence[str], files: bool = False, writes: bool = True
+) -> list[str]:
     """What is wrong with a configuration, as far as that is known without torch.
 
     Args:
         file: of the configuration.
         assignments: its overrides.
         files: look for those of the data, too.
+        writes: see whether the places to write to are writable, if `files`.
 
     Raises:
         ConfigurationError: the file cannot be read, or is not YAML, so that nothing else is known of it.
@@ -156,7 +159,7 @@ def faults_at_once(file: Path, assignments: Sequence[str], files: bool = False) 
             if (name := getattr(run.model, key, None)) is not None:
                 with problems.at("model", key):
                     named.check_directory(name, name)
-    if not files or run is None or problems:
+    if not (files and writes) or run is None or problems:
         return problems.lines()
     try:
         with blamed_on(document):

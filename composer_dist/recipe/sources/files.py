@@ -45,6 +45,6 @@ def chat_template(data: ChatData | PreferenceData, folder: Path) -> str | None:
     if not os.path.isfile(file):  # unlike Path's, also of a name that is too long
         raise ParallelismValueError(f"data.chat_template: {file} does not exist, or is not a file.")
     try:
-        return file.read_text()
+        return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ParallelismValueError(f"data.chat_template: {file} cannot be read: {error}.") from None

@@ -22,9 +22,9 @@ from composer_dist.wording import listed
 class EMA(Callback):
     """Averages the trainable weights over the run, and evaluates with the averages.
 
-    Weights that are `half_life` old count half as much as new ones. Each rank averages its own shards,
-    without communication; a checkpoint saves them as it saves the weights. Frozen parameters and buffers are
-    not averaged.
+    Weights that are `half_life` old count half as much as new ones. Each rank averages its own shards, in
+    float32 if the weights are smaller, without communication; a checkpoint saves them as it saves the
+    weights. Frozen parameters and buffers are not averaged.
 
     Args:
         half_life: in any unit except `dur`, such as "100ba" or "1e6tok"; epochs pass batch by batch if their
@@ -48,7 +48,12 @@ class EMA(Callback):
         if self._interval.unit is not TimeUnit.BATCH or self._interval.value < 1:
             raise ParallelismValueError(f"EMA's update_interval must be in 'ba', not '{update_interval}'.")
         self.averages: dict[str, Tensor] = {}
-        """By parameter name; DTensors like the parameters; the weights, while the averages are swapped in."""
+        """By parameter name; DTensors like the parameters, of at least 32 bits.
+
+        While the averages are swapped in, those of the weights' dtype are the weights.
+        """
+        self._aside: dict[str, Tensor] = {}
+        """This rank's part of the other weights, while the averages are swapped in."""
         self._updated = Timestamp()
         self._swapped = False
         self._state: State | None = None
@@ -74,10 +79,15 @@ class EMA(Callback):
         elapsed = state.passed(unit) - state.passed(unit, self._updated)
         share = 1 - 0.5 ** (elapsed / self._half_life.value) if self.averages else 1.0
         known = [name for name in weights if name in self.averages]
-        self.averages |= {name: weights[name].clone() for name in weights if name not in known}
-        if known:
-            ours = [local_part(self.averages[name]) for name in known]
-            _torch.foreach_lerp_(ours, [local_part(weights[name]) for name in known], share)
+        both = [(local_part(self.averages[name]), local_part(weights[name])) for name in known]
+        alike = [(ours, theirs) for ours, theirs in both if ours.dtype == theirs.dtype]
+        if alike:
+            _torch.foreach_lerp_([ours for ours, _ in alike], [theirs for _, theirs in alike], share)
+        for ours, theirs in both:
+            if ours.dtype != theirs.dtype:
+                ours.lerp_(theirs.to(ours.dtype), share)
+        new = {name: weight for name, weight in weights.items() if name not in known}
+        self.averages |= {name: weight.to(_wide(weight), copy=True) for name, weight in new.items()}
         self._updated = state.timestamp
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
@@ -113,7 +123,8 @@ class EMA(Callback):
         _check_alike(weights, state["averages"])
         self.averages.clear()
         for name, saved in state["averages"].items():
-            average = torch.empty_like(weights.get(name, saved), requires_grad=False)
+            like = weights.get(name, saved)
+            average = torch.empty_like(like, dtype=_wide(like), requires_grad=False)
             copy_into(average, saved)
             self.averages[name] = average
         self._updated = Timestamp.from_state_dict(state["updated"])
@@ -123,10 +134,21 @@ class EMA(Callback):
         for name, weight in _weights(state).items():
             if name in self.averages:
                 ours, theirs = local_part(self.averages[name]), local_part(weight)
-                before = theirs.clone()
-                theirs.copy_(ours)
-                ours.copy_(before)
+                before = self._aside.pop(name) if name in self._aside else theirs.clone()
+                if ours.dtype == theirs.dtype:
+                    theirs.copy_(ours)
+                    ours.copy_(before)
+                elif self._swapped:
+                    theirs.copy_(before)
+                else:
+                    theirs.copy_(ours)
+                    self._aside[name] = before
         self._swapped = not self._swapped
+
+
+def _wide(weight: Tensor) -> torch.dtype:
+    """The dtype of an average: 16 bits are too few for its small steps."""
+    return torch.promote_types(weight.dtype, torch.float32)
 
 
 def _check_alike(weights: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import TextIO
 
+from composer_dist.progress import tell
 from composer_dist.trainer.callbacks.base import Callback
 from composer_dist.trainer.callbacks.lr_monitor import learning_rates
 from composer_dist.trainer.clock import Timestamp, TimeUnit
@@ -146,7 +147,7 @@ class _Lines:
     def show(self, label: str, share: float | None, text: str) -> None:
         percent = "" if share is None else f"{min(share, 1):.0%}"
         now = time.strftime("%H:%M:%S")
-        print(f"{now} {label:<5} {percent:>4}  {text}", file=self._stream, flush=True)
+        tell(f"{now} {label:<5} {percent:>4}  {text}", self._stream)
 
     def leave(self, label: str, text: str) -> None:
         self.show(label, 1.0, text)

@@ -167,7 +167,7 @@ def default_phases(model: nn.Module, *, until: Time | str | NoImprovement = "1ep
 def dump_schedule(schedule: PhaseSchedule, path: str | Path) -> None:
     """Writes phases as a YAML file, to edit and to read back with `load_schedule`."""
     values = [phase.to_dict() for phase in phases_of(schedule)]
-    Path(path).write_text(yaml.safe_dump(values, sort_keys=False, width=100))
+    Path(path).write_text(yaml.safe_dump(values, sort_keys=False, width=100), "utf-8")
 
 
 def load_schedule(path: str | Path) -> tuple[Phase, ...]:
@@ -177,7 +177,7 @@ def load_schedule(path: str | Path) -> tuple[Phase, ...]:
         ParallelismValueError: as `phases_of`, or a duplicate key, invalid YAML, no file; names the file.
     """
     try:
-        found = parse(Path(path).read_text())
+        found = parse(Path(path).read_text("utf-8"))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise ParallelismValueError(f"{path}: {reason}.") from None

@@ -1,11 +1,11 @@
 """A logger that prints lines."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from torch import Tensor
 
+from composer_dist.progress import tell
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.events import Every
 from composer_dist.trainer.logger import Logger, Metrics, Row
@@ -65,7 +65,7 @@ class ConsoleLogger(LoggerDestination):
         at = state.timestamp
         epoch = max(1, at.epoch + (at.batch_in_epoch > 0))  # counted from 1, as the progress bar does
         head = f"[epoch {epoch}, batch {at.batch}]{name}"
-        print("\n  ".join([head, *lines]), file=self._stream or sys.stderr, flush=True)
+        tell("\n  ".join([head, *lines]), self._stream)
 
 
 def _spell(value: Any) -> str:

@@ -118,6 +118,37 @@ def test_a_folder_that_was_removed_is_made_anew_unless_its_disk_is_gone(tmp_path
     lock.release()
 
 
+@pytest.mark.parametrize("storage", [()])
+def test_a_lock_whose_file_was_emptied_holds(tmp_path: Path, storage: Any) -> None:
+    lock = of(tmp_path)
+    lock.take()
+    (tmp_path / ".lock").write_text("")
+    lock.check()
+    with pytest.raises(AssertionError), holding(tmp_path):
+        pass
+    lock.release()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("storage", [()])
+def test_a_folder_that_cannot_be_made_anew_is_told(tmp_path: Path, storage: Any) -> None:
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    lock = of(folder)
+    lock.take()
+    shutil.rmtree(tmp_path / "a")
+    (tmp_path / "a").touch()
+    with pytest.raises(
+        CheckpointRuntimeError, match=f"{folder} was removed, and cannot be made again: Not a dir"
+    ):
+        lock.check()
+    (tmp_path / "a").unlink()
+    lock.check()
+    with pytest.raises(AssertionError), holding(folder):
+        pass
+    lock.release()
+
+
 @pytest.mark.parametrize("storage", [("without",)])
 def test_on_storage_without_locks_the_file_of_another_host_counts(tmp_path: Path, storage: Any) -> None:
     there = {"host": "elsewhere", "pid": 7, "since": "2026-01-01", "identity": ["boot", "space", "7", "1"]}

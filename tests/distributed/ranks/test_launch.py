@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -141,11 +142,34 @@ def test_a_fork_inherits_no_group_from_the_caches_of_dtensors(monkeypatch: pytes
     """A copy of a group has no threads: clearing the caches in the forked process waited forever."""
     steps = []
 
-    def start(work: Any, arguments: tuple[Any, ...], **options: Any) -> None:
+    def start(work: Any, arguments: tuple[Any, ...], **options: Any) -> Any:
         steps.append("fork")
         (arguments[-1] / "value").write_bytes(pickle.dumps(3))
+        return mock.Mock(join=lambda: True)
 
     monkeypatch.setattr(launching, "clear_dtensor_caches", lambda: steps.append("clear"))
     monkeypatch.setattr(launching, "start_processes", start)
     assert launch(_sum, 2, "fork", (1,)) == 3
     assert steps == ["clear", "fork"]
+
+
+_IMPORTED = """
+import os, signal, sys, time
+from composer_dist.distributed import launch
+
+if __name__ != "__main__" and os.environ.get("CHILD"):
+    os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does to all processes of a terminal
+
+def work():
+    time.sleep(60)
+
+if __name__ == "__main__":
+    os.environ["CHILD"] = "1"
+    launch(work, 2, "spawn")
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_a_process_imports_prints_no_traceback(tmp_path: Path) -> None:
+    done = _output(tmp_path, _IMPORTED)
+    assert "KeyboardInterrupt" not in done.stderr, done.stderr

@@ -5,13 +5,14 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import EMA
-from tests.kit.compare import close, weights
-from tests.kit.training import batches, fitted_on_parts, my_rank, seen_at, sgd
+from tests.kit.compare import close, full_each, same, weights
+from tests.kit.training import batches, fitted_on_parts, my_rank, seen_at, sgd, tagger
 from tests.kit.world import World
 
 Weights = dict[str, Tensor]
@@ -48,6 +49,34 @@ def test_the_average_is_evaluated_and_saved_and_training_is_unaffected(world2: W
         close(evaluated[0], expected(trained[:2]))
         close(evaluated[1], expected(trained))
         close(loaded, evaluated[1])
+
+
+def averaged_in_16_bits(config: Any) -> tuple[list[Weights], list[Weights], Weights, Weights]:
+    """The weights after each batch, those that were evaluated, the averages, and loaded averages."""
+    parts, ema, other = [3, 3] if config else [6], EMA("200ba"), EMA("200ba")
+    trained, after_batch = seen_at("batch_end", lambda state: weights(state.model))
+    evaluated, evaluating = seen_at("eval_start", lambda state: weights(state.model))
+    options = {"eval_dataloader": batches(parts, my_rank()), "eval_interval": "2ba"}
+    options |= {"optimizers": partial(sgd, lr=0.5), "callbacks": [after_batch, evaluating, ema]}
+    trainer, _ = fitted_on_parts(parts, config, tagger().bfloat16(), precision=None, **options)
+    other.init(trainer.state, trainer.logger)
+    other.load_state_dict(ema.state_dict())
+    same(weights(trainer.state.model), trained[-1])
+    return trained, evaluated, full_each(ema.averages), full_each(other.averages)
+
+
+@pytest.mark.parametrize("config", [None, "fsdp"])
+def test_averages_of_16_bit_weights_have_32_bits(world2: World, config: Any) -> None:
+    half = 0.5 ** (1 / 200)
+    for found in [averaged_in_16_bits(None)] if config is None else world2(averaged_in_16_bits, config):
+        trained, evaluated, averages, loaded = found
+        exact = {name: one.double() for name, one in trained[0].items()}
+        for one in trained[1:]:
+            exact = {name: exact[name] * half + one[name].double() * (1 - half) for name in exact}
+        assert {one.dtype for one in averages.values()} == {torch.float32}
+        close({name: one.double() for name, one in averages.items()}, exact)
+        same(evaluated[-1], {name: one.bfloat16() for name, one in averages.items()})
+        same(loaded, averages)
 
 
 def test_times_that_make_no_average_are_refused() -> None:

@@ -239,8 +239,9 @@ class HangGuard:
         if self._over.is_set():  # this rank has failed, or ended, meanwhile
             return
         text = report(stands, limit, self.section)
-        sys.stdout.flush()
-        print(f"composer_dist: {text}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # a full disk must not keep the run from ending
+            sys.stdout.flush()
+            print(f"composer_dist: {text}", file=sys.stderr, flush=True)
         with suppress(Exception):  # the launcher's file
             ErrorHandler().record_exception(HangError(text))
         if self._exchange:
