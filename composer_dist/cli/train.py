@@ -124,7 +124,7 @@ def _run(config: Path, overrides: list[str], announced: bool, ctrl_c: CtrlC) -> 
     run(configuration)
 
 
-def refuse_at_once(config: Path, overrides: list[str], writes: bool) -> None:
+def refuse_at_once(config: Path, overrides: list[str], writes: bool = True) -> None:
     """Report what is wrong before torch is imported, which takes seconds; then the rest, and exit."""
     from composer_dist.recipe.first_look.look import faults_at_once
     from composer_dist.recipe.problems import ConfigurationError

@@ -21,7 +21,7 @@ from composer_dist.models import HuggingFaceModel
 from composer_dist.progress import Progress
 from tests.kit.compare import same
 from tests.kit.files import tensors
-from tests.kit.huggingface import llama, logits, mixtral, pretrained_llama, random, tokenizer
+from tests.kit.huggingface import llama, logits, lora_llama, mixtral, pretrained_llama, random, tokenizer
 from tests.kit.measure import profiled
 from tests.kit.world import run
 
@@ -118,6 +118,7 @@ def test_models_into_checkpoints_and_back(tmp_path: Path) -> None:
         same(tensors(target), tensors(tmp_path / "model"))
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
 def test_what_cannot_be_converted_is_said_in_a_statement(tmp_path: Path) -> None:
     write(pretrained_llama(), tmp_path / "model")
     (tmp_path / "there.pt").write_bytes(b"torn")
@@ -140,6 +141,9 @@ def test_what_cannot_be_converted_is_said_in_a_statement(tmp_path: Path) -> None
     told = refused(there, target, *into, "--like", model, "--key", "x")
     assert "has no 'x'; pass --key with one of model" in told
     assert "does not match the model" in refused(there, target, *into, "--like", other)
+    save_checkpoint(tmp_path / "lora", {"model": HuggingFaceModel(lora_llama())})
+    told = refused(tmp_path / "lora", target, *into, "--like", model)
+    assert "lora, of a model with an adapter of peft, does not match the model" in told
     assert not target.exists()
 
 

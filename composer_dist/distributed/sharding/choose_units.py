@@ -61,6 +61,8 @@ def choose_units(structure: Structure, wishes: Wishes) -> Choices:
         if _is_metric(module) and holds_parameters(module)
     }
     skippable, asked = wishes.ruled("skippable"), inherited(modules, "fsdp_wrap_fn")
+    for function in {id(one): one for one in asked.values() if one is not None}.values():
+        check_function("fsdp_wrap_fn", function)
     for name in modules:  # a rank that skips one name of a module may skip the module
         if (above := _first_above(name, skippable)) is not None:
             skippable.setdefault(structure.first[name], skippable[above])
@@ -105,7 +107,8 @@ def choose_units(structure: Structure, wishes: Wishes) -> Choices:
     if not refused_root:
         for name in [""] if has_forward(modules[""]) else children_of("", structure):
             name = structure.first[name]
-            if name not in {**chosen, **plain} and _first_above(name, skippable) is None:
+            free = name not in {**chosen, **plain} and _first_above(name, skippable) is None
+            if free and (not name or holds_parameters(modules[name])):
                 units.setdefault(name, Choice(True, f"{name or 'the root'} manages what no other unit does"))
     units = {n: _with_rules(units[n], rules.get(n, {})) for n in modules if n in units}
     return Choices(units, plain, tuple(expanded))
@@ -137,10 +140,7 @@ def _ask(
     own = getattr(module, "_fsdp_wrap", None)
     if own is not None:
         return Choice(bool(own), f"_fsdp_wrap={bool(own)}")
-    if function is None:
-        return None
-    check_function("fsdp_wrap_fn", function)
-    return _read_answer(function(module), name, "fsdp_wrap_fn")
+    return None if function is None else _read_answer(function(module), name, "fsdp_wrap_fn")
 
 
 def _read_answer(answer: Any, name: str, source: str) -> Choice | None:

@@ -189,7 +189,8 @@ class Parts(nn.ModuleDict):
     """Two networks, for a loop that calls each; it has no forward."""
 
     def __init__(self) -> None:
-        super().__init__({"generator": Model(), "critic": nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))})
+        critic = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))
+        super().__init__({"generator": Model(), "critic": critic, "score": nn.Identity()})
 
 
 @pytest.mark.parametrize("config", ["fsdp", "ddp"])

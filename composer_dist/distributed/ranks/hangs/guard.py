@@ -239,8 +239,9 @@ class HangGuard:
         if self._over.is_set():  # this rank has failed, or ended, meanwhile
             return
         text = report(stands, limit, self.section)
-        with suppress(OSError):  # a full disk must not keep the run from ending
+        with suppress(OSError):
             sys.stdout.flush()
+        with suppress(OSError):  # a full disk must not keep the run from ending
             print(f"composer_dist: {text}", file=sys.stderr, flush=True)
         with suppress(Exception):  # the launcher's file
             ErrorHandler().record_exception(HangError(text))
