@@ -63,8 +63,8 @@ class Match:
             for fault in _misfits(structure.tensors[name], blueprint, entries, self.keys[name])
         ]
         mismatch = StateMismatch(self.missing, self.unexpected, misfits)
-        adapted = any("base_layer" in name.split(".") for name in self.unexpected)
-        whose = f"{path}, of a model with an adapter of peft," if adapted else path
+        adapted = any(".lora_" in name for name in self.unexpected)
+        whose = f"{path}, of a model with LoRA," if adapted else path
         mismatch.check(f"The checkpoint {whose} does not match the model", strict)
 
 

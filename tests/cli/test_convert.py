@@ -143,7 +143,7 @@ def test_what_cannot_be_converted_is_said_in_a_statement(tmp_path: Path) -> None
     assert "does not match the model" in refused(there, target, *into, "--like", other)
     save_checkpoint(tmp_path / "lora", {"model": HuggingFaceModel(lora_llama())})
     told = refused(tmp_path / "lora", target, *into, "--like", model)
-    assert "lora, of a model with an adapter of peft, does not match the model" in told
+    assert "lora, of a model with LoRA, does not match the model" in told
     assert not target.exists()
 
 
