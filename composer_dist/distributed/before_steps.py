@@ -1,6 +1,6 @@
 """Checks before the steps of optimizers, also of those that other code has made for other models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from composer_dist.errors import ParallelismRuntimeError
 
 T = TypeVar("T")
 Check: TypeAlias = Callable[[T, Optimizer], None]
@@ -27,6 +29,17 @@ def before_every_step(owner: T, choose: Callable[[T, Optimizer], Check[T] | None
     _register()
     _choices[:] = [*(one for one in _choices if one[0]() is not None), (ref(owner), choose)]
     _chosen.clear()
+
+
+def refuse_uneven(steps: Sequence[tuple[int, int]]) -> None:
+    """Raise a ParallelismRuntimeError if optimizers have stepped more often on some ranks: (rank, steps)."""
+    rank, count = steps[0]
+    if other := next((one for one in steps if one[1] != count), None):
+        raise ParallelismRuntimeError(
+            f"Optimizers have stepped {count} times on rank {rank}, but {other[1]} times on rank {other[0]}. "
+            "Every rank must call optimizer.step() after the same batches, also where its own loss is not "
+            "finite."
+        )
 
 
 def end_checks(owner: object) -> None:

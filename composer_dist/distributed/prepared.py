@@ -68,7 +68,7 @@ class Prepared:
     forward: Any = None
     """The `Layers` around the module's forward."""
     steps: int = field(default=0, compare=False)
-    """How often optimizers have stepped that hold some of its shards."""
+    """How often optimizers have stepped that hold some of its shards or replicas."""
     proven: set[bool] = field(default_factory=set)
     """In which modes (training or not) context parallelism has verified that its sequence can be split."""
     changes: Any = None

@@ -14,7 +14,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from composer_dist import _torch
+from composer_dist.distributed.before_steps import refuse_uneven
+from composer_dist.distributed.prepared import record
 from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.ranks.process_group import device_for_facts
 from composer_dist.distributed.ranks.reports import reason_of_loss
 from composer_dist.distributed.replication.hooks import CommHook, LocalSGD
 from composer_dist.distributed.training.average_gradients import average_gradients
@@ -172,6 +175,8 @@ class Reducer(_torch.InPlaceDDP):
             self.is_constant &= before in (None, used)
             self._used = used
             self.steps += 1
+            if is_power_of_two(self.steps):
+                self._compare_steps()
             if self.static_graph and not self.is_constant:
                 raise ParallelismRuntimeError(
                     "static_graph=True, but this backward and the one before it gave gradients to different "
@@ -184,6 +189,15 @@ class Reducer(_torch.InPlaceDDP):
             self.local.add(self._seen)
             return
         self._hooks.finish()
+
+    def _compare_steps(self) -> None:
+        """Refuse replicas that have come to differ, because a rank has left out a step of its optimizer."""
+        ranks = dist.get_process_group_ranks(self.process_group)
+        mine = torch.tensor([record(self.module).steps], device=device_for_facts(self.process_group))
+        everywhere = [torch.empty_like(mine) for _ in ranks]
+        if len(ranks) > 1:
+            dist.all_gather(everywhere, mine, group=self.process_group)
+            refuse_uneven(list(zip(ranks, torch.cat(everywhere).tolist(), strict=True)))
 
     def _average(self) -> None:
         """Average the gradients without the reducer, for this backward and all later ones."""

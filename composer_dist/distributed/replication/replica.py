@@ -107,6 +107,7 @@ class Replica:
         """
         if self._ddp is not None:
             self._local.check(optimizer)
+        prepared.record(self._model).steps += 1
 
     def _unfinished(self) -> str:
         return "" if self._ddp is None else self._ddp.unfinished

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist import _torch
+from composer_dist.distributed.before_steps import refuse_uneven
 from composer_dist.distributed.prepared import Prepared
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.board import Board
@@ -143,11 +144,7 @@ def _compare(
     if other is None:
         return None
     if one[1:5] == other[1:5]:
-        raise ParallelismRuntimeError(
-            f"Optimizers have stepped {one[5]} times on rank {one[0]}, but {other[5]} times on rank "
-            f"{other[0]}. Every rank must call optimizer.step() after the same batches, also where its own "
-            "loss is not finite."
-        )
+        refuse_uneven([(one[0], one[5]), (other[0], other[5])])
     if one[1] != other[1]:
         raise ParallelismRuntimeError(
             f"The ranks run different models: rank {one[0]} the {_ordinal(one[1])} that they have prepared, "

@@ -19,7 +19,7 @@ from composer_dist.distributed.replication import reducer
 from composer_dist.distributed.replication.apply import ddp_sync_context
 from composer_dist.distributed.replication.replica import replica_of
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-from tests.kit.compare import alike, close, fails, same_parameters, values
+from tests.kit.compare import alike, close, fails, fails_alike, same_parameters, values
 from tests.kit.meshes import ddp, mine
 from tests.kit.models import M
 from tests.kit.toy import built
@@ -33,6 +33,19 @@ def inputs(steps: int) -> list[Tensor]:
 
 
 # Gradients
+
+
+@on_ranks(2)
+def test_a_step_that_one_rank_skips_is_an_error_in_one_of_the_next_backwards() -> None:
+    model = M()
+    optimizer = SGD(model.parameters(), 0.1)
+    parallelize_model(model, ddp(), optimizer)
+    for step, x in enumerate(inputs(3)):
+        model(mine(x)).square().mean().backward()
+        if (step, dist.get_rank()) != (2, 1):
+            optimizer.step()
+    with fails_alike(ParallelismRuntimeError, "stepped 3 times on rank 0, but 2 times on rank 1"):
+        model(mine(x)).square().mean().backward()
 
 
 @pytest.mark.promise(33)
