@@ -144,8 +144,8 @@ def show(findings: list[Finding]) -> None:
     for finding in findings:
         mark = f"[{_COLORS[finding.verdict]}]{finding.verdict}[/]"
         table.add_row(mark, finding.what, finding.found + (f"\n{finding.remedy}" if finding.remedy else ""))
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(highlight=False, width=None if known else 110)
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(highlight=False, width=None if has_width else 110)
     console.print(table)
     counts = {kind: sum(finding.verdict == kind for finding in findings) for kind in ("fault", "warning")}
     if counts["fault"]:

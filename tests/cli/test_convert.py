@@ -131,6 +131,7 @@ def test_what_cannot_be_converted_is_said_in_a_statement(tmp_path: Path) -> None
         return told
 
     refused(model, target)  # into what?
+    assert "does not exist" in refused(tmp_path / "nowhere", target)
     assert "does not exist" in refused(tmp_path / "nowhere", tmp_path / "target.pt")
     assert "--overwrite" in refused(model, there)
     assert refused(there, target, "--to", "sharded").startswith("composer-dist convert: ")

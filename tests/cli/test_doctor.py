@@ -70,6 +70,14 @@ def test_one_screen_one_verdict_and_a_status(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor, "talk", lambda n: [doctor.Finding("self-test", f"{n} ranks")])
     small = doctor.Finding("/dev/shm", "64 MiB", "warning", "More.")
     monkeypatch.setattr(doctor, "survey", lambda: iter([small]))
+    wide = doctor.Finding("/dev/shm", "words " * 12, "warning", "More.")
+    for columns, widest in (("", 110), ("40", 40)):
+        with monkeypatch.context() as changed:
+            changed.setenv("COLUMNS", columns) if columns else changed.delenv("COLUMNS", raising=False)
+            changed.setattr(doctor, "survey", lambda: iter([wide]))
+            lines = CliRunner().invoke(app, ["doctor"]).stdout.splitlines()
+        assert 40 - 6 < max(map(len, map(str.rstrip, lines))) <= widest
+        assert (len(lines) > 5) == bool(columns)
     done = CliRunner().invoke(app, ["doctor", "-n", "3"])
     assert done.exit_code == 0
     assert [line.rstrip() for line in done.stdout.splitlines()] == [

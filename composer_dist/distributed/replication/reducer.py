@@ -175,7 +175,7 @@ class Reducer(_torch.InPlaceDDP):
             self.is_constant &= before in (None, used)
             self._used = used
             self.steps += 1
-            if is_power_of_two(self.steps):
+            if self.process_group.size() > 1 and is_power_of_two(self.steps):
                 self._compare_steps()
             if self.static_graph and not self.is_constant:
                 raise ParallelismRuntimeError(
@@ -195,9 +195,8 @@ class Reducer(_torch.InPlaceDDP):
         ranks = dist.get_process_group_ranks(self.process_group)
         mine = torch.tensor([record(self.module).steps], device=device_for_facts(self.process_group))
         everywhere = [torch.empty_like(mine) for _ in ranks]
-        if len(ranks) > 1:
-            dist.all_gather(everywhere, mine, group=self.process_group)
-            refuse_uneven(list(zip(ranks, torch.cat(everywhere).tolist(), strict=True)))
+        dist.all_gather(everywhere, mine, group=self.process_group)
+        refuse_uneven(list(zip(ranks, torch.cat(everywhere).tolist(), strict=True)))
 
     def _average(self) -> None:
         """Average the gradients without the reducer, for this backward and all later ones."""

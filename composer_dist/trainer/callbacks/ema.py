@@ -134,14 +134,14 @@ class EMA(Callback):
         for name, weight in _weights(state).items():
             if name in self.averages:
                 ours, theirs = local_part(self.averages[name]), local_part(weight)
-                before = self._aside.pop(name) if name in self._aside else theirs.clone()
+                if name in self._aside:
+                    theirs.copy_(self._aside.pop(name))
+                    continue
+                before = theirs.clone()
+                theirs.copy_(ours)
                 if ours.dtype == theirs.dtype:
-                    theirs.copy_(ours)
-                    ours.copy_(before)
-                elif self._swapped:
-                    theirs.copy_(before)
+                    ours.copy_(before)  # which needs memory for one weight at a time
                 else:
-                    theirs.copy_(ours)
                     self._aside[name] = before
         self._swapped = not self._swapped
 

@@ -470,6 +470,7 @@ def check_and_exit() -> None:
         os._exit(3)
 
 
+@pytest.mark.promise(117)
 def test_a_forward_that_fails_on_one_rank_ends_the_others(world2: World) -> None:
     with pytest.raises(WorkerError) as caught:
         world2(check_and_exit)

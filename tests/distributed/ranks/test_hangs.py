@@ -145,6 +145,15 @@ def test_a_single_process_ends_too() -> None:
     assert "The run hangs: rank 0 is still in <module> (<string>:4) at step 0 (no progress" in done.stderr
 
 
+@pytest.mark.slow
+def test_a_log_on_a_full_disk_does_not_keep_a_run_from_ending() -> None:
+    script = "import time\nfrom composer_dist.distributed import HangGuard\n"
+    script += "with HangGuard(0.5):\n    time.sleep(1000)"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", script], stderr=full, timeout=60)
+    assert done.returncode == STATUS
+
+
 def test_while_a_debugger_waits_nothing_is_a_hang() -> None:
     found: list[bool] = []
     for file in ("/usr/lib/python3/bdb.py", "/home/me/train.py"):

@@ -35,6 +35,7 @@ def inputs(steps: int) -> list[Tensor]:
 # Gradients
 
 
+@pytest.mark.promise(118)
 @on_ranks(2)
 def test_a_step_that_one_rank_skips_is_an_error_in_one_of_the_next_backwards() -> None:
     model = M()

@@ -193,6 +193,7 @@ class Parts(nn.ModuleDict):
         super().__init__({"generator": Model(), "critic": critic, "score": nn.Identity()})
 
 
+@pytest.mark.promise(14)
 @pytest.mark.parametrize("config", ["fsdp", "ddp"])
 @on_ranks(2)
 def test_the_parts_of_a_container_are_trained_in_turn(config: str) -> None:

@@ -129,6 +129,7 @@ def test_clipping_by_value() -> None:
     assert_grads(model, grads(single))
 
 
+@pytest.mark.promise(118)
 @on_ranks(2)
 def test_parameters_of_another_time_are_refused() -> None:
     model = nn.Linear(4, 4)
