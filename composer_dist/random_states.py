@@ -1,5 +1,6 @@
 """Seeds and states of random generators: Python's, numpy's (if it has been imported) and torch's."""
 
+import hashlib
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -7,6 +8,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+
+
+def derived_seed(*parts: object) -> int:
+    """A seed that depends on `parts` alone, and differs for other parts."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # torch's seeds are signed
 
 
 def seed_host(seed: int) -> None:

@@ -188,7 +188,7 @@ class Logits(Tensor):
         return _with_values(function, args, kwargs or {})
 
     def values(self) -> Tensor:
-        """All of them, with gradients if the head was called with them, whoever reads them first."""
+        """All logits; with gradients if the head was called with them, even if first read under no_grad."""
         if self._known is None:
 
             def job(forward: Forward, hidden: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from composer_dist.errors import CheckpointError, CheckpointValueError, Parallel
 from composer_dist.precision import as_precision
 from composer_dist.random_states import seed_all, set_aside
 from composer_dist.recipe import named
-from composer_dist.recipe.data import Loader, datasets, length, loader
+from composer_dist.recipe.data import Loader, datasets, loader
 from composer_dist.recipe.models import Built, build_model, tokenizer_of
 from composer_dist.recipe.other_libraries.failures import blaming, check_wandb
 from composer_dist.recipe.output.summary import RunSummary
@@ -44,6 +44,7 @@ from composer_dist.trainer import (
 from composer_dist.trainer.arguments import as_list, check_duration
 from composer_dist.trainer.data.batch import num_samples, num_tokens
 from composer_dist.trainer.data.feed import length_of
+from composer_dist.trainer.data.loader import sample_count  # not public: for recipes and the Trainer
 from composer_dist.trainer.evaluation import check_metrics
 from composer_dist.trainer.improvement import measured_on
 from composer_dist.trainer.schedulers import sorted_out
@@ -75,8 +76,9 @@ def build(configuration: Configuration) -> Session:
     with process_group.together("building the optimizer"):
         check_monitored(configuration, model, eval_loader is not None)
         optimizer = optimizer_of(run, model, configuration)
-        schedulers = scheduler_of(run, optimizer, configuration, epoch_of(run, train_loader))
-        state = start_of(run, model, optimizer, schedulers, epoch_of(run, train_loader))
+        epoch = epoch_of(run, train_loader)
+        schedulers = scheduler_of(run, optimizer, configuration, epoch)
+        state = start_of(run, model, optimizer, schedulers, epoch)
         check_steps(configuration, train, train_loader, state)
         callbacks, loggers = callbacks_of(configuration), loggers_of(configuration)
     stepped = any(isinstance(one, LRScheduler) for one in schedulers)
@@ -196,7 +198,7 @@ def check_steps(
             continue
         with blaming("scheduler"), warnings.catch_warnings(action="ignore"):  # no optimizer has stepped
             trial.step()
-    if (count := length(train)) is None and not streams:
+    if (count := sample_count(train)) is None and not streams:
         return
     with set_aside(), blaming("data: some samples do not make a batch"):
         samples, size = samples_to_try(train, count), run.data.batch_size

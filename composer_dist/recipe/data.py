@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, Subset
 
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
@@ -24,6 +24,7 @@ from composer_dist.recipe.schema import (
 )
 from composer_dist.recipe.sources import rows, text
 from composer_dist.trainer import DistributedDataLoader, PadPreferences, PadRows, StreamingDataLoader
+from composer_dist.trainer.data.loader import sample_count  # not public: for recipes and the Trainer
 
 Datasets = tuple[Any, ...]
 Loader = DistributedDataLoader | StreamingDataLoader
@@ -65,7 +66,7 @@ def loader(dataset: Dataset[Any], configuration: Configuration, tokenizer: Any, 
             them.
     """
     run, parts = configuration.run, _parts(configuration)
-    data, samples = run.data, length(dataset)
+    data, samples = run.data, sample_count(dataset)
     if training and data.drop_last and samples is not None and samples < data.batch_size:
         packed = (
             " (rows are packed into samples of data.context tokens)"
@@ -162,12 +163,6 @@ def _of_function(data: FunctionData, folder: Path) -> Datasets:
 def _tokenized(dataset: Any) -> bool:
     """Whether it is a data set of `datasets` whose rows have tokens."""
     return hasattr(dataset, "with_format") and "input_ids" in (dataset.column_names or next(iter(dataset)))
-
-
-def length(dataset: Any) -> int | None:
-    """The number of samples; None for a stream."""
-    indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
-    return len(dataset) if indexed and hasattr(dataset, "__len__") else None
 
 
 def _with_tensors(dataset: Any, data: FunctionData) -> Any:

@@ -39,7 +39,7 @@ from composer_dist.recipe.build import (
     scheduler_of,
     start_of,
 )
-from composer_dist.recipe.data import datasets, length, loader
+from composer_dist.recipe.data import datasets, loader
 from composer_dist.recipe.first_look.places import check_places
 from composer_dist.recipe.models import build_model, tokenizer_of
 from composer_dist.recipe.named import OPTIMIZERS, find, resolve
@@ -60,6 +60,7 @@ from composer_dist.trainer import (
 
 # Not public: only recipes and the Trainer check.
 from composer_dist.trainer.arguments import as_list, check_options
+from composer_dist.trainer.data.loader import sample_count  # not public: for recipes and the Trainer
 from composer_dist.trainer.resuming.resume import check_resume
 
 
@@ -118,8 +119,8 @@ def describe(configuration: Configuration, world: int) -> str:
         "ranks": world,
         "model": type(getattr(model, "model", None) or getattr(model, "module", model)).__name__,
         "parameters": f"{sum(p.numel() for p in parameters):,}, of which {trained:,} train",
-        "samples to train on": _count(length(train)),
-        "samples to evaluate on": "none" if held_out is None else _count(length(held_out)),
+        "samples to train on": _count(sample_count(train)),
+        "samples to evaluate on": "none" if held_out is None else _count(sample_count(held_out)),
         "samples in a step": _shares(run.data.batch_size, plan),
         "steps in an epoch": _count(epoch),
         "steps": _steps(run.trainer.get("max_duration"), epoch),

@@ -176,7 +176,7 @@ class _Lenient(GenerateJsonSchema):
             self._alternatives = before
 
     def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> Any:
-        """Anything, where nothing else is possible."""
+        """A type without a JSON schema: left out of a union, and otherwise any value."""
         if self._alternatives:
             raise PydanticOmit
         return {}

@@ -22,7 +22,7 @@ class ConfigurationError(ParallelismValueError):
 
 @contextmanager
 def blamed_on(document: Document, kinds: tuple[type[Exception], ...] = WRONG) -> Iterator[None]:
-    """What cannot be made as the configuration asks is its fault; errors of the user's own code are not."""
+    """Report errors of `kinds` as problems of the configuration, unless the user's own code raised them."""
     try:
         yield
     except kinds as error:

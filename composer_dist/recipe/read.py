@@ -178,7 +178,8 @@ def _check_model(model: dict[str, Any], folder: Path, problems: Problems) -> Non
         for name, kinds in _METRICS_OF.items():
             if name in metrics and model.get("kind") not in kinds:
                 others = [other for other, of in _METRICS_OF.items() if model.get("kind") in of]
-                text = f"a model of kind {model.get('kind')} has no {name}; it has {' and '.join(others)}"
+                text = f"a model of kind {model.get('kind')} has no {name}"
+                text += f"; it has {' and '.join(others)}" if others else ""
                 problems.add(text, "model", "metrics", name)
     if isinstance(adapter := model.get("adapter"), dict):
         with problems.at("model", "adapter", "method"):

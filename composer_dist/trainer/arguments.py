@@ -45,7 +45,9 @@ def check_duration(max_duration: Time | str | int | None) -> Time | None:
     """The length of a run, which is positive and not a share of itself."""
     found = positive("max_duration", max_duration)
     if found is not None and found.unit is TimeUnit.DURATION:
-        raise ParallelismValueError(f"max_duration='{found}' is a share of itself; 'dur' is for intervals.")
+        raise ParallelismValueError(
+            f"max_duration='{found}' is a share of max_duration itself. Give batches or epochs."
+        )
     return found
 
 

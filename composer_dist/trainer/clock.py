@@ -132,9 +132,9 @@ class Time:
         return Time(self._same(other) - self.value, self.unit)
 
     def __mul__(self, factor: float) -> Time:
-        """The nearest Time: whole units are truncated."""
+        """The product; whole units are rounded down."""
         product = self.value * factor
-        return Time(product if self.unit in _REAL else int(product), self.unit)
+        return Time(product if self.unit in _REAL else int(product + 1e-9), self.unit)
 
     __rmul__ = __mul__
 

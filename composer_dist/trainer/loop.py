@@ -82,10 +82,6 @@ class TrainingLoop:
         length = length_of(state.train_dataloader, self._options.subset)
         check_steps(state, self._options.schedule_batches, length)
 
-    def restart_epoch(self) -> None:
-        """Goes to the start of the epoch, because the dataloader has been replaced."""
-        self.go_to(None)
-
     def place(self) -> dict[str, Any] | None:
         """The position of all ranks in the training data; None if the epoch starts. A collective.
 

@@ -68,7 +68,7 @@ class LossScaler:
         """
         by_place: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for parameter in dict.fromkeys(parameters):  # several optimizers may hold one
-            for gradient in local_gradient(parameter):
+            if (gradient := local_gradient(parameter)) is not None:
                 by_place[gradient.device, gradient.dtype].append(gradient)
         found = torch.zeros(1, device=process_group.device_of_group())
         for (device, _), gradients in by_place.items():

@@ -320,7 +320,7 @@ class Trainer:
     def _read(self, dataloader: Iterable[Any]) -> None:
         dataloader = self._placed(dataloader, "train")
         if self.state.train_dataloader is not None:  # an earlier process may have begun the first one
-            self._loop.restart_epoch()
+            self._loop.go_to(None)  # the start of the epoch
         self.state.train_dataloader = dataloader
 
     def _placed(self, dataloader: Iterable[Any], purpose: str) -> Iterable[Any]:

@@ -87,7 +87,7 @@ def test_a_dry_run_with_a_strategy_by_name() -> None:
         (["parallelism={mesh: {device_type: xla}}"], "Device 'xla' was asked for"),
         (["trainer.device=tpu"], "torch has no device 'tpu'"),
         (["trainer.compile=true"], "Pass ParallelismConfig(compile=...) instead"),
-        (["trainer.max_duration=0.5dur"], "max_duration='0.5dur' is a share of itself"),
+        (["trainer.max_duration=0.5dur"], "max_duration='0.5dur' is a share of max_duration itself"),
         (["trainer.max_duration=100tok"], "the batches have none: no mapping with 'input_ids'"),
         (["trainer.eval_interval=100tok"], "the batches have none"),
         (["scheduler={name: cosine, t_warmup: 5ba, t_max: 9tok}"], "compares '9tok' with a time in"),

@@ -57,6 +57,7 @@ def test_arithmetic_and_comparisons_in_one_unit() -> None:
     assert "4ba" - three == "1ba"
     assert three * 2 == 2 * three == "6ba"
     assert three * 0.5 == "1ba"
+    assert Time.of("100ba") * 0.29 == "29ba"  # 28.999999999999996 by floats
     assert Time.of("1h") * 0.5 == "30m"
     assert three / "2ba" == 1.5
     assert not Time.of("0ba")

@@ -78,13 +78,11 @@ class Search:
         """Those that fit."""
         return [one for one in found if one.memory.peak <= self.limit]
 
-    def smallest(
-        self, world: int, *, subject: Subject | None = None, batch: Any = None, offload: bool = False
-    ) -> Proposal | None:
+    def smallest(self, world: int, *, subject: Subject | None = None, batch: Any = None) -> Proposal | None:
         """What takes least memory on so many ranks; None if that does not fit."""
         mesh = self.mesh if -1 in self.mesh.sizes().values() else replace(self.mesh, dp_shard=-1)
         checkpointing = self.base.activation_checkpointing or CHECKPOINTING[-1]
-        config = self._config(mesh, self._reshards(mesh)[0], checkpointing, offload)
+        config = self._config(mesh, self._reshards(mesh)[0], checkpointing, False)
         made = self._plan(config, world, subject)
         if made is None or self._holds(made[1]) > self.limit:
             return None

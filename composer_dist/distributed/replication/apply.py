@@ -6,6 +6,7 @@ from enum import StrEnum
 from functools import partial
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from composer_dist import _torch
@@ -89,6 +90,10 @@ def ddp_sync_context(
     with no_sync(model, enabled=not automatic):
         yield
     if strategy is DDPSyncStrategy.FORCED_SYNC and is_final_microbatch:
-        average_gradients([parameter for parameter in model.parameters() if parameter.requires_grad])
-        for replica in filter(None, map(replica_of, model.modules())):
-            replica.mark_averaged()
+        for one in model.modules():
+            if (replica := replica_of(one)) is not None:
+                replica.average()
+            elif isinstance(one, DistributedDataParallel):
+                named = one.module.named_parameters()
+                kept = [p for name, p in named if p.requires_grad and name not in one.parameters_to_ignore]
+                average_gradients(kept, one.process_group)

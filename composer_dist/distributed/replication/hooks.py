@@ -61,7 +61,11 @@ class LocalSGD:
         self.left = start_localSGD_iter
         self.steps = 0
         """Local steps so far."""
-        self._near, _ = (group, []) if size == world else dist.new_subgroups(group_size=size)
+        self._near = group
+        if size < world:
+            first = dist.get_rank(group) // size * size
+            near = dist.get_process_group_ranks(group)[first : first + size]
+            self._near = dist.new_group(near, use_local_synchronization=True)  # ranks outside may not come
 
     @property
     def group(self) -> dist.ProcessGroup:

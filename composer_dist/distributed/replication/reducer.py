@@ -17,10 +17,9 @@ from composer_dist import _torch
 from composer_dist.distributed.before_steps import refuse_uneven
 from composer_dist.distributed.prepared import record
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.ranks.process_group import device_for_facts
 from composer_dist.distributed.ranks.reports import reason_of_loss
 from composer_dist.distributed.replication.hooks import CommHook, LocalSGD
-from composer_dist.distributed.training.average_gradients import average_gradients
+from composer_dist.distributed.training.average_gradients import average_gradients, exchange
 from composer_dist.distributed.training.changes import is_power_of_two
 from composer_dist.distributed.training.gradient_hooks import GradientHooks
 from composer_dist.distributed.training.local_gradients import LocalGradients
@@ -193,10 +192,8 @@ class Reducer(_torch.InPlaceDDP):
     def _compare_steps(self) -> None:
         """Refuse replicas that have come to differ, because a rank has left out a step of its optimizer."""
         ranks = dist.get_process_group_ranks(self.process_group)
-        mine = torch.tensor([record(self.module).steps], device=device_for_facts(self.process_group))
-        everywhere = [torch.empty_like(mine) for _ in ranks]
-        dist.all_gather(everywhere, mine, group=self.process_group)
-        refuse_uneven(list(zip(ranks, torch.cat(everywhere).tolist(), strict=True)))
+        steps = exchange(torch.tensor([record(self.module).steps]), [self.process_group])
+        refuse_uneven(list(zip(ranks, steps.tolist(), strict=True)))
 
     def _average(self) -> None:
         """Average the gradients without the reducer, for this backward and all later ones."""

@@ -26,6 +26,7 @@ from composer_dist.distributed.replication.hooks import CommHook, LocalSGD, redu
 from composer_dist.distributed.replication.plan import ReplicaPlan
 from composer_dist.distributed.replication.precision import compute_as_before, compute_in
 from composer_dist.distributed.replication.reducer import Reducer
+from composer_dist.distributed.training.average_gradients import average_gradients
 from composer_dist.distributed.training.local_gradients import LocalGradients
 from composer_dist.errors import ParallelismError, ParallelismRuntimeError
 
@@ -112,8 +113,9 @@ class Replica:
     def _unfinished(self) -> str:
         return "" if self._ddp is None else self._ddp.unfinished
 
-    def mark_averaged(self) -> None:
-        """Note that all gradients have been averaged without DDP."""
+    def average(self) -> None:
+        """Average the gradients of all trainable parameters now, without DDP, whichever a backward used."""
+        average_gradients(list(self._trainable().values()), self.group)
         self._local.clear()
 
     def renew(self) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_dist import _torch
 from composer_dist.distributed.prepared import record
 from composer_dist.distributed.ranks.process_group import device_for_facts
+from composer_dist.distributed.training.average_gradients import groups_of
 from composer_dist.distributed.training.changes import Before, Watch
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.structure import Structure
@@ -39,7 +40,7 @@ class FollowBuffers:
 
     def __init__(self, structure: Structure, mesh: DeviceMesh) -> None:
         self._root = structure.modules[""]
-        self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+        self._groups = groups_of(mesh)
         self._norms = {
             f"{name}.{key}".removeprefix("."): module
             for name, module in self._root.named_modules()

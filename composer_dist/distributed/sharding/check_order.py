@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_dist import _torch
 from composer_dist.distributed.before_steps import refuse_uneven
 from composer_dist.distributed.prepared import Prepared
-from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.board import Board
 from composer_dist.distributed.ranks.failures import is_lost
 from composer_dist.distributed.ranks.reports import reason_of_loss
+from composer_dist.distributed.training.average_gradients import exchange
 from composer_dist.errors import ParallelismRuntimeError
 
 
@@ -98,16 +98,6 @@ class _Order:
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8)
 """What can be gathered and summed in shared memory."""
-
-
-def exchange(facts: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """The rows of `facts`, `(rows, columns)`, of all ranks of `groups`, one group after the other."""
-    for group in groups:
-        near = facts.to(process_group.device_for_facts(group))
-        everyone = [torch.empty_like(near) for _ in range(group.size())]
-        dist.all_gather(everyone, near, group=group)
-        facts = torch.cat(everyone).cpu()
-    return facts
 
 
 def _compare(

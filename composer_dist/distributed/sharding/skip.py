@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist import _torch
 from composer_dist.distributed.sharding.assign_units import Skippable
-from composer_dist.distributed.sharding.check_order import exchange
+from composer_dist.distributed.training.average_gradients import exchange, groups_of
 from composer_dist.structure.structure import Held, Structure
 from composer_dist.tensors.nested import replace_tensors, tensors_in
 
@@ -32,7 +32,7 @@ def let_skip(
     """Allow the ranks of `mesh` to skip these modules of a sharded model with these units."""
     for name in filter(None, units if skippable else ()):
         structure.modules[name].register_forward_pre_hook(_require_gradient, with_kwargs=True, prepend=True)
-    groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    groups = groups_of(mesh)
     for unit in dict.fromkeys(one.unit for one in skippable if one.unit is not None):
         towers = [
             _Tower(structure.modules[one.module], [structure.tensors[name] for name in one.parameters])

@@ -45,16 +45,15 @@ def parallel_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ParallelismValueError(f'reduction must be "mean", "sum" or "none", not {reduction!r}.')
     flat = labels.reshape(-1)
+    rows = logits.to_local() if isinstance(logits, DTensor) else logits
+    rows = rows.reshape(-1, rows.shape[-1])
+    if rows.dtype in (torch.float16, torch.bfloat16):
+        rows = rows.float()
     if not isinstance(logits, DTensor):
-        rows = logits.reshape(-1, logits.shape[-1])
         found = nn.functional.cross_entropy(rows, flat, ignore_index=ignore_index, reduction=reduction)
         return found.view(labels.shape) if reduction == "none" else found
     classes, mesh = logits.shape[-1], logits.device_mesh
-    part = logits.to_local()
-    part = part.reshape(-1, part.shape[-1])
-    if part.dtype in (torch.float16, torch.bfloat16):
-        part = part.float()
-    losses: Tensor = _CrossEntropy.apply(part, flat, classes, ignore_index, mesh)  # type: ignore[no-untyped-call]
+    losses: Tensor = _CrossEntropy.apply(rows, flat, classes, ignore_index, mesh)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses.view(labels.shape)
     total = losses.sum()

@@ -21,6 +21,7 @@ from composer_dist import _torch
 from composer_dist.distributed import prepared
 from composer_dist.distributed.before_steps import Check, before_every_step, end_checks
 from composer_dist.distributed.moving.messages import in_buckets
+from composer_dist.distributed.ranks.process_group import device_for_facts
 from composer_dist.distributed.ranks.reports import lost_named
 from composer_dist.distributed.training.gradient_hooks import GradientHooks
 from composer_dist.distributed.training.local_gradients import LocalGradients
@@ -190,6 +191,16 @@ def groups_of(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
         return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
     world = dist.group.WORLD if dist.is_available() else None
     return [world] if world is not None and dist.get_world_size(world) > 1 else []
+
+
+def exchange(facts: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """The rows of `facts`, `(rows, columns)`, of all ranks of `groups`, one group after the other."""
+    for group in groups:
+        near = facts.to(device_for_facts(group))
+        everyone = [torch.empty_like(near) for _ in range(group.size())]
+        dist.all_gather(everyone, near, group=group)
+        facts = torch.cat(everyone).cpu()
+    return facts
 
 
 def _means(

@@ -94,7 +94,7 @@ def clip_grad_value(model_or_parameters: Parameters, max_value: float) -> None:
     parameters = _parameters(model_or_parameters, "clip_grad_value")
     refuse_local(parameters, "clip_grad_value would limit")
     for parameter in parameters:
-        for gradient in local_gradient(parameter):
+        if (gradient := local_gradient(parameter)) is not None:
             gradient.clamp_(-max_value, max_value)
 
 
@@ -109,21 +109,19 @@ def _parameters(model_or_parameters: Parameters, function: str) -> list[torch.Te
     return given
 
 
-def local_gradient(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """This rank's part of the gradient, sharing its memory; nothing where there is none."""
+def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of the gradient, sharing its memory; None where there is none."""
     gradient = parameter.grad
-    if gradient is None:
-        return []
     if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
-        return [gradient]
+        return gradient
     if gradient.placements != parameter.placements:  # a partial sum, after tensor parallelism
         gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
-    return [gradient.to_local()]
+    return gradient.to_local()
 
 
 def gradient_part(parameter: torch.Tensor) -> Part:
     """A parameter and this rank's part of its gradient; a collective if that is a partial sum."""
-    return parameter, next(iter(local_gradient(parameter)), None)
+    return parameter, local_gradient(parameter)
 
 
 def part_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -21,8 +20,7 @@ from composer_dist.distributed.mesh.dimensions import DIMENSIONS, FLATTENED
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.optimizers.follow import names_by_id
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.ranks.process_group import device_for_facts
-from composer_dist.distributed.training.average_gradients import groups_of
+from composer_dist.distributed.training.average_gradients import exchange, groups_of
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.fingerprint import fingerprint
 from composer_dist.tensors.inner import inner_tensors, local_part
@@ -126,7 +124,8 @@ def differs(found: Mapping[str, Copy], mesh: Mesh | None) -> bool:
         place = sums[min(cuts.index(one.cut), _CLASSES - 1)]
         place[0] = (place[0] * 31 + one.part + 1) & _MASK
         place[1] = (place[1] * 0x5851F42D4C957F2D + one.hash() + number + len(name)) & _MASK
-    rows = _gathered([number for pair in sums for number in pair], mesh)
+    row = torch.tensor([[number for pair in sums for number in pair]], dtype=torch.int64)
+    rows = exchange(row, groups_of(mesh.device_mesh) if mesh else ()).tolist()
     for index in range(_CLASSES):
         seen: dict[int, int] = {}
         for row in rows:
@@ -134,18 +133,6 @@ def differs(found: Mapping[str, Copy], mesh: Mesh | None) -> bool:
             if seen.setdefault(part, total) != total:
                 return True
     return False
-
-
-def _gathered(row: Sequence[int], mesh: Mesh | None) -> list[list[int]]:
-    """The rows of all ranks of the mesh, in some order."""
-    rows = torch.tensor(row, dtype=torch.int64)
-    for group in groups_of(mesh.device_mesh) if mesh else ():
-        rows = rows.to(device_for_facts(group))
-        joined = rows.new_empty(rows.numel() * dist.get_world_size(group))
-        _torch.all_gather_single(joined, rows.flatten(), group=group)
-        rows = joined
-    gathered: list[list[int]] = rows.view(-1, len(row)).tolist()
-    return gathered
 
 
 def find(found: Mapping[str, Copy], agreement: Agreement) -> list[list[str]]:

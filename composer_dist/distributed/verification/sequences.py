@@ -28,8 +28,7 @@ class Sequences:
         cp, tp = (mesh.cp, mesh.tp) if mesh is not None else (None, None)
         if cp is None:
             return cls(None, tp, None)
-        splitter = Splitter(model, None, None, None, False)
-        return cls(cp, tp, splitter.layout(batch, cp.size(), cp.get_local_rank()))
+        return cls(cp, tp, Splitter(model).layout(batch, cp.size(), cp.get_local_rank()))
 
     @torch.no_grad()
     def value(self, part: Tensor, shape: torch.Size) -> Tensor | None:

@@ -7,11 +7,10 @@ holds more of the unsharded model than the rest and one unit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -39,11 +38,7 @@ def fits(structure: Structure, ranks: int) -> bool:
     if device.type not in ("cpu", "meta"):
         free: int = torch.get_device_module(device).mem_get_info(device)[0]
         return wanted < free
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-        return wanted * ranks < available * 1024
-    return True
+    return bool(wanted * ranks < psutil.virtual_memory().available)
 
 
 def compare_units(

@@ -1,7 +1,6 @@
 """`verify_model`: the prepared model against the unsharded one."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -123,7 +122,8 @@ def _run_both(
     model: nn.Module, reference: nn.Module, batch: Any, loss: Any, mesh: Mesh | None, found: Findings
 ) -> None:
     quiet = mesh is not None and (mesh.tp is not None or mesh.cp is not None)
-    with as_before(model), as_before(reference), _same_modes(model, reference, quiet), torch.enable_grad():
+    with as_before(model), as_before(reference), torch.enable_grad():
+        _set_modes(model, reference, quiet)
         expected = trace(reference, batch, loss)
         got = trace(model, batch, loss)
         tolerance = compare_traces(got, expected, mesh, Sequences.of(model, batch, mesh), found)
@@ -132,16 +132,14 @@ def _run_both(
         gradients.compare_norm()
 
 
-@contextmanager
-def _same_modes(model: nn.Module, reference: nn.Module, quiet: bool) -> Iterator[None]:
-    """The reference's modules train where the model's do; `as_before` restores them."""
+def _set_modes(model: nn.Module, reference: nn.Module, quiet: bool) -> None:
+    """Have the reference's modules train where the model's do; nothing trains if `quiet`."""
     modes = {name: module.training for name, module in read_structure(model).modules.items()}
     for name, module in read_structure(reference).modules.items():
         module.training = modes.get(name, module.training)
     if quiet:
         model.eval()
         reference.eval()
-    yield
 
 
 def _check_values(structure: Structure, found: Findings) -> None:

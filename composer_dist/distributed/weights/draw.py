@@ -8,13 +8,13 @@ not depend on how a tensor is cut.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from math import prod
 from typing import Any
 
 import torch
 
 from composer_dist import _torch
+from composer_dist.random_states import derived_seed
 from composer_dist.structure.structure import Held
 from composer_dist.tensors.pages import provide
 from composer_dist.tensors.parts import Part
@@ -116,7 +116,7 @@ def draw(fills: Sequence[Fill], seed: int, part: Part, target: torch.Tensor, dev
     size, generator = _BLOCKS.get(device.type, _BLOCK), torch.Generator(device)
     scratch = torch.empty(0, dtype=target.dtype, device=device)
     for fill in fills:
-        seeds = [number_of(f"{seed}/{stream}") for stream, _ in fill.operations]
+        seeds = [derived_seed(seed, stream) for stream, _ in fill.operations]
         position, held, end = 0, -1, fill.start + fill.numel
         for first, length in part.runs():
             low, high = max(first, fill.start), min(first + length, end)
@@ -139,8 +139,3 @@ def draw(fills: Sequence[Fill], seed: int, part: Part, target: torch.Tensor, dev
                     place.copy_(scratch[mine[0] - start : mine[1] - start])
                     held = number
             position += length
-
-
-def number_of(text: str) -> int:
-    """A seed: a hash of `text`."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -26,10 +26,10 @@ from composer_dist import _torch
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.optimizers.check import check_refills
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.weights.draw import Fills, draw, fills_of, number_of
+from composer_dist.distributed.weights.draw import Fills, draw, fills_of
 from composer_dist.distributed.weights.trace import Initializer, trace
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-from composer_dist.random_states import seed_all, set_aside
+from composer_dist.random_states import derived_seed, seed_all, set_aside
 from composer_dist.structure.families import original_classes, transformers_owners
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.select import inherited
@@ -202,7 +202,7 @@ def run_component(
             one.put(nn.Parameter(value, one.info.requires_grad) if one.info.kind == "parameter" else value)
         with set_aside(device), torch.no_grad(), original_classes(set(structure.modules.values())):
             for initializer in component.initializers:
-                seed_all(number_of(f"{seed}/{initializer.module}"))
+                seed_all(derived_seed(seed, initializer.module))
                 # transformers computes tables on the CPU, even for a GPU, which rounds otherwise.
                 with torch.device("cpu" if initializer.label == "_init_weights" else device):
                     initializer.run()

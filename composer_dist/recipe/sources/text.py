@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from composer_dist.errors import ParallelismValueError
+from composer_dist.random_states import derived_seed
 from composer_dist.recipe.other_libraries.failures import blaming
 from composer_dist.recipe.sources.files import files_of
-from composer_dist.trainer.data.randomness import derived_seed  # not public: for recipes and the Trainer
 from composer_dist.wording import listed
 
 IGNORED = -100

@@ -134,7 +134,7 @@ class CheckpointSaver(Callback):
         self._writing: str = ""
         """The path of the last save that was begun."""
         self._saved: tuple[Timestamp, int] | None = None
-        """When the last save was, and how often weights had been restored by then."""
+        """The time of the last save, and how often weights had been restored before it."""
         self._failure: CheckpointError | None = None
         """Why the last save failed, which has been reported."""
         self._slow = False

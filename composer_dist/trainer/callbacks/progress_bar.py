@@ -165,10 +165,15 @@ class _Bar:
         from rich.table import Column
 
         self._progress = Progress(  # where a terminal is narrow, the end of the text is cut, and nothing else
-            TextColumn("[bold]{task.description:<5}", table_column=Column(no_wrap=True, min_width=5)),
+            TextColumn(
+                "{task.description:<5}",
+                style="bold",
+                markup=False,
+                table_column=Column(no_wrap=True, min_width=5),
+            ),
             BarColumn(bar_width=None),
             TaskProgressColumn(table_column=Column(no_wrap=True, min_width=4)),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("{task.fields[text]}", markup=False),
             console=Console(file=stream),
         )
         self._tasks: dict[str, TaskID] = {}
@@ -183,7 +188,9 @@ class _Bar:
     def leave(self, label: str, text: str) -> None:
         if label in self._tasks:
             self._progress.remove_task(self._tasks.pop(label))
-        self._progress.console.print(f"[bold]{label:<5}[/bold] {text}", highlight=False)
+        from rich.text import Text
+
+        self._progress.console.print(Text.assemble((f"{label:<5}", "bold"), f" {text}"))
 
     def close(self) -> None:
         self._progress.stop()

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, default_colla
 from composer_dist.distributed.mesh.mesh import sampler_kwargs
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.random_states import derived_seed
 from composer_dist.trainer.data.fetching import FetchBatch, Request, StreamBatches
 from composer_dist.trainer.data.order import batches_left, epoch_order, global_batches, share
-from composer_dist.trainer.data.randomness import derived_seed
 from composer_dist.trainer.signals import spare_workers
 
 
@@ -77,7 +77,7 @@ class DistributedDataLoader:
         self.num_replicas: int | None = None
         """Ranks with different data; None before the loader is placed."""
         self.rank: int | None = None
-        self._length = _length(dataset)
+        self._length = sample_count(dataset)
         _check(dataset, shuffle, options)
         self._options = options
         self._epoch = 0
@@ -265,7 +265,7 @@ def _check(dataset: Any, shuffle: bool, options: Mapping[str, Any]) -> None:
             f"{', '.join(wrong)}: a DistributedDataLoader makes its own order from shuffle and seed. For "
             "another order use torch's DataLoader and DistributedSampler(dataset, **sampler_kwargs(mesh))."
         )
-    if _length(dataset) is not None:
+    if sample_count(dataset) is not None:
         return
     if not isinstance(dataset, Iterable):
         raise ParallelismTypeError(
@@ -299,8 +299,8 @@ def _is_split(dataset: Any) -> bool:
     return any(getattr(one, "world_size", 1) > 1 for one in split)
 
 
-def _length(dataset: Any) -> int | None:
-    """The number of samples of a dataset that can be indexed."""
+def sample_count(dataset: Any) -> int | None:
+    """The number of samples of a dataset that can be indexed; None for a stream."""
     if isinstance(dataset, IterableDataset):  # torch's has a __getitem__, which only raises
         return None
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from composer_dist.trainer.data.randomness import derived_seed
+from composer_dist.random_states import derived_seed
 
 
 def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> Sequence[int] | torch.Tensor:
@@ -35,6 +35,6 @@ def global_batches(start: int, length: int, size: int, drop_last: bool) -> Itera
 
 
 def batches_left(start: int, length: int, size: int, drop_last: bool) -> int:
-    """How many those are."""
+    """The number of batches that remain from sample `start` of `length`."""
     left = max(length - start, 0)
     return left // size if drop_last else -(-left // size)

@@ -1,6 +1,5 @@
-"""Seeds derived from others, the states of generators in a checkpoint, and deterministic algorithms."""
+"""The states of generators in a checkpoint, and deterministic algorithms."""
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,12 +8,6 @@ from typing import Any
 import torch
 
 from composer_dist.random_states import host_states, seed_host, set_aside, set_host_states
-
-
-def derived_seed(*parts: object) -> int:
-    """A seed that depends on `parts` alone, and differs for other parts."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # torch's seeds are signed
 
 
 def generator_states(device: torch.device, host: Mapping[str, Any] | None = None) -> dict[str, Any]:

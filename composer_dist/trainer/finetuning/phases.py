@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from composer_dist import _torch
 from composer_dist.config.base import require
 from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.distributed.ranks import process_group
@@ -32,8 +33,6 @@ from composer_dist.users_code import warn
 from composer_dist.wording import listed
 
 _log = logging.getLogger("composer_dist")
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class FineTuningPhases(Callback):
@@ -280,7 +279,7 @@ class FineTuningPhases(Callback):
         if self._fixed_batch_norm:
             for module in self._fixed:
                 module.train()
-            norms = [module for module in self._state.model.modules() if isinstance(module, _BATCH_NORMS)]
+            norms = [one for one in self._state.model.modules() if isinstance(one, _torch.AnyBatchNorm)]
             self._fixed = [norm for norm in norms if {p.requires_grad for p in norm.parameters()} == {False}]
             for module in self._fixed:
                 module.eval()

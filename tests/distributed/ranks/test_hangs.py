@@ -4,6 +4,7 @@ import math
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from composer_dist.distributed import HangGuard
 from composer_dist.distributed.ranks.hangs import watcher
+from composer_dist.distributed.ranks.hangs.beside import Beside
 from composer_dist.distributed.ranks.hangs.guard import STATUS, Limits, _in_debugger
 from composer_dist.distributed.ranks.hangs.report import cause, report
 from composer_dist.distributed.ranks.hangs.stand import Entered, Frame, Stand, stack_in, stand_here
@@ -132,9 +134,18 @@ def test_steps_and_beats_are_progress() -> None:
         assert guard.doing() == "step 1"
         with guard.at("save"):
             assert guard.section == "save"
+        with suppress(OSError), guard.at("save"):
+            raise OSError
         assert guard.section == "step"
     torch.optim.SGD([parameter], lr=0.1).step()
     assert guard.doing() == "step 1"
+
+
+def test_a_section_without_a_limit_is_watched_by_nobody() -> None:
+    beside = Beside()
+    for limit in (5.0, math.inf, 5.0):
+        beside.keep(limit)
+    beside.close()
 
 
 def test_a_single_process_ends_too() -> None:

@@ -54,6 +54,24 @@ def test_composers_table_of_gradients(strategy: str, first: list[float], second:
     assert rank > 0 or [*seen, gradients(model)] == [first, second, [-1.5, -1.5, None]]
 
 
+@pytest.mark.parametrize("strategy", DDPSyncStrategy)
+@pytest.mark.parametrize("prepare", [True, False])
+@on_ranks(2)
+def test_parameters_that_are_left_to_each_rank_are_not_averaged(strategy: str, prepare: bool):
+    rank, model = dist.get_rank(), nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    if prepare:
+        parallelize_model(model, ddp(ignored="1"))
+    else:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
+        model = DistributedDataParallel(model)
+    first, second = model.parameters()
+    with torch.no_grad():
+        first.fill_(1), second.fill_(1)
+    with ddp_sync_context(model, True, strategy):
+        model(torch.full((1, 1), rank + 1.0)).sum().backward()
+    assert [float(first.grad), float(second.grad)] == [1.5, rank + 1]
+
+
 def test_an_unknown_strategy_lists_those_there_are():
     assert len(DDPSyncStrategy) == 3
     with (

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import no_sync, parallelize_model, plan_parallelism
+from composer_dist.distributed.replication.hooks import LocalSGD
 from composer_dist.errors import ParallelismValueError
 from tests.kit import models
 from tests.kit.compare import fails
@@ -98,6 +100,17 @@ def test_groups_go_on_averaging_their_gradients(world4: World) -> None:
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[2], found[3])
     assert not torch.equal(found[0], found[2])
+
+
+@on_ranks(4)
+def test_a_mesh_of_some_ranks_makes_groups_of_its_own() -> None:
+    """The ranks outside do nothing."""
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp_replicate",))
+    rank = dist.get_rank()
+    if rank < 2:
+        state = LocalSGD(mesh.get_group(), 2, group_size=1)
+        state.next_backward()
+        assert dist.get_process_group_ranks(state.group) == [rank]
 
 
 @on_ranks(2)

@@ -44,5 +44,7 @@ def test_whole_logits_are_taken_too() -> None:
     expected: Tensor = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     torch.testing.assert_close(parallel_cross_entropy(logits, labels), expected)
     assert parallel_cross_entropy(logits, labels, reduction="none").shape == labels.shape
+    half = parallel_cross_entropy(logits.bfloat16(), labels)
+    torch.testing.assert_close(half, parallel_cross_entropy(logits.bfloat16().float(), labels))
     with pytest.raises(ParallelismValueError, match="'median'"):
         parallel_cross_entropy(logits, labels, reduction="median")  # type: ignore[arg-type]

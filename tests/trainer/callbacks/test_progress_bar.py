@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from composer_dist.trainer import ProgressBar
+from composer_dist.trainer import Evaluator, ProgressBar
 from composer_dist.trainer.callbacks.progress_bar import _clock, _short
 from tests.kit.training import Clock, Terminal, fitted, fitted_on_parts, joined, loader, quiet, tagged, tagger
 from tests.kit.world import World
@@ -57,6 +57,12 @@ def test_a_terminal_gets_a_bar_that_is_closed(monkeypatch: pytest.MonkeyPatch) -
     assert "━━━━" in lines[-2]
     assert "epoch 1/1  batch 3/3  loss 1." in lines[-2]
     assert sum("MulticlassAccuracy" in line for line in lines) == 1
+
+
+def test_square_brackets_in_labels_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    lines = shown(Terminal(), eval_dataloader=Evaluator(label="val[en]", dataloader=loader()))
+    assert any(re.search(r"val\[en\].*after epoch 1", line) for line in lines)
 
 
 def test_a_narrow_terminal_cuts_the_end_of_the_text_only(monkeypatch: pytest.MonkeyPatch) -> None:

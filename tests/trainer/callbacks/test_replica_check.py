@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composer_dist import DDPConfig, MeshConfig, ParallelismConfig
+from composer_dist.distributed.training.average_gradients import exchange
 from composer_dist.distributed.verification import replicas
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
 from composer_dist.tensors.inner import local_part
@@ -89,11 +90,11 @@ def test_the_rank_that_differs_from_most_is_named(config: str, text: str) -> Non
 @pytest.mark.parametrize("config", ["ddp", "fsdp"])
 @on_ranks(2)
 def test_a_check_at_intervals_sends_little(config: str) -> None:
-    with mock.patch.object(replicas, "_gathered", wraps=replicas._gathered) as gathered:
+    with mock.patch.object(replicas, "exchange", wraps=exchange) as gathered:
         fit = trainer(config, "", 0, "2ba")
         fit.fit()
     batches = fit.state.timestamp.batch
-    assert [8 * len(call.args[0]) for call in gathered.call_args_list] == [replicas.NBYTES] * (batches // 2)
+    assert [call.args[0].nbytes for call in gathered.call_args_list] == [replicas.NBYTES] * (batches // 2)
     assert replicas.NBYTES == 128
 
 

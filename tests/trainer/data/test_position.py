@@ -80,7 +80,7 @@ def resumed(make: Any, batches: int, stop: bool, workers: int) -> tuple[Result, 
     first, log = trainer(make(workers), *[At(batch_end=ask)] * stop)
     first.fit(duration=None if stop else f"{batches}ba")
     saved, parameters = first.state_dict(), first.state.model.state_dict()
-    first._loop.restart_epoch()  # ends the workers, for which the garbage collector would wait 5 s
+    first._loop.go_to(None)  # ends the workers, for which the garbage collector would wait 5 s
     torch.rand(5), random.random(), np.random.rand()  # another process has other generators
     second, rest = trainer(make(workers))
     second.state.model.load_state_dict(parameters)

@@ -1,6 +1,7 @@
 """What ends this process if its Python threads cannot run: faulthandler writes stacks, a watcher kills."""
 
 import faulthandler
+import math
 import os
 import subprocess
 import sys
@@ -30,11 +31,14 @@ class Beside:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def keep(self, limit: float) -> None:
-        """Expect the next call within `limit` seconds."""
+        """Expect the next call within `limit` seconds, or at any time if that is infinity."""
         self._tell(f"{limit + _LATER}")
-        if self._file is not None:
-            os.truncate(self._file, 0)
-            os.lseek(self._file, 0, os.SEEK_SET)
+        if self._file is None:
+            return
+        faulthandler.cancel_dump_traceback_later()
+        os.truncate(self._file, 0)
+        os.lseek(self._file, 0, os.SEEK_SET)
+        if limit < math.inf:
             with suppress(RuntimeError):  # no memory for its thread
                 faulthandler.dump_traceback_later(limit, file=self._file)
 

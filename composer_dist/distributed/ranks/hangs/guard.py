@@ -177,8 +177,10 @@ class HangGuard:
         outer = self.section
         with nullcontext() if self in _guards else self:
             self.beat(section)
-            yield
-            self.beat(outer)
+            try:
+                yield
+            finally:
+                self.beat(outer)
 
     def beat(self, section: str = "step") -> None:
         """Say that this rank has made progress.
