@@ -505,6 +505,9 @@ def test_data_of_functions(write: Write, tmp_path: Path) -> None:
 def test_a_missing_file_says_how_to_get_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="No such file.*composer-dist init"):
         read_configuration(tmp_path / "none.yaml")
+    os.mkfifo(tmp_path / "pipe.yaml")  # as <(cat run.yaml) gives one; reading it would wait here
+    with pytest.raises(ConfigurationError, match="pipe.yaml is a pipe.*Save it in a file"):
+        read_configuration(tmp_path / "pipe.yaml")
 
 
 def test_reading_leaves_the_random_state_alone(write: Write) -> None:

@@ -33,6 +33,10 @@ def read_sections(file: Path, assignments: Sequence[str]) -> tuple[Document, Pro
     Raises:
         ConfigurationError: the file cannot be read, or is not YAML.
     """
+    if file.exists() and not (file.is_file() or file.is_dir()):
+        raise ConfigurationError(
+            f"{file} is a pipe or a device, and a run reads its configuration several times. Save it in a file."
+        )
     try:
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
