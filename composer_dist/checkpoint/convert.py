@@ -34,7 +34,7 @@ from composer_dist.files.match import match_names
 from composer_dist.files.read import Files, read_slabs
 from composer_dist.files.safetensors import read_index
 from composer_dist.files.slabs import plan_reads
-from composer_dist.files.transformers import revert, untied
+from composer_dist.files.transformers import revert, untied, untying
 from composer_dist.files.write import NewFiles, write_tensor
 from composer_dist.progress import Progress, Stage
 from composer_dist.structure.structure import Structure, read_structure
@@ -257,7 +257,7 @@ def _to_huggingface(
             if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, directory / file.name)
         model.config.dtype = next(iter(kept.values())).dtype
-        write_settings(model, directory)
+        write_settings(model, directory, untying(model, tensors))
         paths = plan.create_files(directory)
         with NewFiles(paths) as files:
             for group in plan.groups:

@@ -211,7 +211,7 @@ def _model(
     def write(directory: Path) -> None:
         with Agreement().together("export_pretrained"):
             if world_and_rank()[1] == 0:
-                write_settings(base, directory, export.separated, dtype)
+                write_settings(base, directory, export.untying, dtype)
         export.write(directory)
 
     return write

@@ -126,20 +126,45 @@ def revert(model: Any, state: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
+def ties(model: Any) -> list[tuple[Any, str, str]]:
+    """The ties that transformers makes when it loads: two names, and the configuration that says so."""
+    found = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if hasattr(module, "get_expanded_tied_weights_keys"):
+            try:
+                pairs = module.get_expanded_tied_weights_keys()
+            except ValueError:  # its patterns do not match the names inside of peft's layers
+                pairs = module.all_tied_weights_keys
+            inside = f"{prefix}." if prefix else ""
+            found += [(module.config, inside + one, inside + other) for one, other in pairs.items()]
+    return found
+
+
 def untied(model: Any, state: Mapping[str, Any], same: Mapping[str, object]) -> dict[str, Any]:
-    """`state` with only one name of each tied tensor, as transformers saves it.
+    """`state` with only one name of each tensor that transformers ties when it loads, as it saves a model.
 
     Args:
-        same: name to the object that the model holds under it; tied names have the same object.
+        same: name to the object that the model holds under it. Where names that transformers would tie have
+            different ones, its configuration must not tie, and all names are kept.
     """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    cells: dict[int, torch.Tensor] = {}
-    substitutes: dict[str, torch.Tensor] = {}
-    for name in state:
-        if name not in ignored:
-            cell = cells.setdefault(id(same[name]), torch.zeros(1))
-            substitutes[name] = cell.expand(tuple(state[name].shape))
+    cells = {name: torch.zeros(1) for name in state if name not in ignored}
+    wrong = set(map(id, untying(model, same)))
+    for config, one, other in ties(model):
+        if id(config) not in wrong and one in cells and other in cells:
+            before = cells[one]
+            cells |= {name: cells[other] for name, cell in cells.items() if cell is before}
+    substitutes = {name: cell.expand(tuple(state[name].shape)) for name, cell in cells.items()}
     kept = remove_tied_weights_from_state_dict(substitutes, model)
     return {name: state[name] for name in state if name in kept}
+
+
+def untying(model: Any, same: Mapping[str, object]) -> list[Any]:
+    """The configurations that ask for a tie that the stored tensors do not have; `same` as in `untied`."""
+    return [
+        config
+        for config, one, other in ties(model)
+        if one in same and other in same and same[one] is not same[other]
+    ]

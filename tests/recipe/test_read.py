@@ -506,7 +506,7 @@ def test_a_missing_file_says_how_to_get_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="No such file.*composer-dist init"):
         read_configuration(tmp_path / "none.yaml")
     os.mkfifo(tmp_path / "pipe.yaml")  # as <(cat run.yaml) gives one; reading it would wait here
-    with pytest.raises(ConfigurationError, match="pipe.yaml is a pipe.*Save it in a file"):
+    with pytest.raises(ConfigurationError, match="pipe.yaml is a pipe.*Use a file"):
         read_configuration(tmp_path / "pipe.yaml")
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,15 +73,15 @@ def written(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def write_settings(
-    model: Any, directory: Path, separated: bool = False, dtype: torch.dtype | None = None
+    model: Any, directory: Path, untying: Sequence[Any] = (), dtype: torch.dtype | None = None
 ) -> None:
     """Write what transformers saves in addition to the weights.
 
     Args:
-        separated: ties are stored separately.
+        untying: the configurations, of the model and in it, that must not ask for ties.
         dtype: of the stored weights; None: as the model has them.
     """
-    with original_classes(model.modules()), _as_stored(model, separated), quiet(), written(directory.parent):
+    with original_classes(model.modules()), _as_stored(model, untying), quiet(), written(directory.parent):
         model.save_pretrained(directory, state_dict={})
         if dtype is not None:
             file = directory / "config.json"
@@ -94,13 +94,13 @@ def write_settings(
 
 
 @contextmanager
-def _as_stored(model: Any, separated: bool) -> Iterator[None]:
+def _as_stored(model: Any, untying: Sequence[Any]) -> Iterator[None]:
     """Inside, a model's attributes and configuration match the stored model."""
-    held = [(vars(model.config), dict(vars(model.config))), (vars(model), dict(vars(model)))]
+    held = [(vars(one), dict(vars(one))) for one in (model.config, model, *untying)]
     try:
         vars(model)["_hf_peft_config_loaded"] = False  # otherwise transformers would write the adapter
-        if separated:
-            model.config.tie_word_embeddings = False
+        for config in untying:
+            config.tie_word_embeddings = False
         yield
     finally:
         for now, before in held:

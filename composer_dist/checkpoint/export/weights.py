@@ -18,7 +18,7 @@ from composer_dist.distributed.moving.gather import gather
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.files.slabs import Slab, plan_reads
-from composer_dist.files.transformers import revert, untied
+from composer_dist.files.transformers import revert, untied, untying
 from composer_dist.files.write import NewFiles, write_slabs, write_tensor
 from composer_dist.progress import Progress, Stage
 from composer_dist.tensors.inner import codec_of, dense
@@ -65,12 +65,9 @@ class Export:
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
     @property
-    def separated(self) -> bool:
-        """Whether names that are tied in the model are stored separately."""
-        ties: dict[int, set[int]] = {}
-        for name, tensor in self.tensors.items():
-            ties.setdefault(id(tensor), set()).add(id(self.values[name]))
-        return any(len(values) > 1 for values in ties.values())
+    def untying(self) -> list[Any]:
+        """The configurations that ask for a tie that the stored tensors do not have."""
+        return untying(self.model, self.values)
 
     def write(self, directory: Path) -> None:
         """Write the weights into a directory that the first rank has made; a collective.

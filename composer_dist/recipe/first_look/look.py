@@ -35,7 +35,7 @@ def read_sections(file: Path, assignments: Sequence[str]) -> tuple[Document, Pro
     """
     if file.exists() and not (file.is_file() or file.is_dir()):
         raise ConfigurationError(
-            f"{file} is a pipe or a device, and a run reads its configuration several times. Save it in a file."
+            f"{file} is a pipe or a device, but a run reads its configuration several times. Use a file."
         )
     try:
         text = file.read_text("utf-8")

@@ -24,7 +24,7 @@ from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError, P
 from composer_dist.files.slabs import Slab
 from tests.kit.compare import fails_alike, same
 from tests.kit.files import tensors
-from tests.kit.huggingface import gpt2, lora_llama, mixtral, phi3, qwen3, random, tied_llama
+from tests.kit.huggingface import gpt2, logits, lora_llama, mixtral, phi3, qwen3, random, tied_llama
 from tests.kit.measure import profiled
 from tests.kit.meshes import BY_WORLD
 from tests.kit.world import on_ranks, run
@@ -131,6 +131,17 @@ def test_what_is_written_from_the_shards_and_what_is_gathered() -> None:
     assert set(together) <= set(planned(model, together=[together], everything=True).groups[0].sources)
     with gathering():
         assert planned(model).direct == {}
+
+
+@pytest.mark.promise(96)
+def test_ties_that_the_configuration_does_not_have_are_stored_twice(tmp_path: Path) -> None:
+    model = random(qwen3())
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    export_pretrained(model, tmp_path)
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert torch.equal(logits(loaded), logits(model))
 
 
 def gathering() -> Any:

@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+)
 
-from composer_dist.checkpoint import export_pretrained, full_model_state
+from composer_dist.checkpoint import export_pretrained, full_model_state, load_pretrained
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.rule import Rule
@@ -19,7 +26,7 @@ from composer_dist.errors import CheckpointValueError
 from tests.kit.compare import equal, same
 from tests.kit.files import files, tensors
 from tests.kit.grids import slow
-from tests.kit.huggingface import LORA, adapted, logits, lora, pretrained_llama
+from tests.kit.huggingface import LORA, adapted, logits, lora, pretrained_llama, random, tied_llama
 from tests.kit.meshes import BY_WORLD
 from tests.kit.world import on_ranks, run
 
@@ -119,3 +126,46 @@ def test_a_tie_that_merging_undoes_is_undone_in_the_directory(tmp_path: Path) ->
     torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-4, atol=1e-4)
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
     assert model.config.tie_word_embeddings is True
+
+
+def bert() -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return random(BertForMaskedLM(BertConfig(vocab_size=64, **sizes)))
+
+
+def bart() -> Any:
+    sizes = dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 32)
+    counts = {f"{one}_{what}": 1 for one in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    return random(BartForConditionalGeneration(BartConfig(vocab_size=64, **sizes, **counts)))
+
+
+@pytest.mark.promise(96)
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (bert, {"target_modules": ["word_embeddings"]}),
+        (bart, {"target_modules": ["lm_head"]}),
+        (bart, {"target_modules": ["embed_tokens"]}),
+        (tied_llama, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    ],
+)
+def test_the_other_ties_of_the_model_are_stored_too(make: Any, options: Any, tmp_path: Path) -> None:
+    """The model has several tied tensors, biases among them, and the adapter unties one."""
+    warnings.simplefilter("ignore")
+    model = get_peft_model(make(), LoraConfig(init_lora_weights=False, **options)).eval()
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            parameter.data.add_(0.1)
+    export_pretrained(model, tmp_path, merge_adapters=True)
+    loaded, report = type(make()).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    inputs = {"input_ids": torch.arange(16).view(2, 8)}
+    if make is bart:
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    with torch.no_grad():
+        found, expected = loaded.eval()(**inputs).logits, model(**inputs).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
+    copy = type(loaded)(loaded.config)
+    load_pretrained(copy, tmp_path)
+    same(copy.state_dict(), loaded.state_dict())
