@@ -28,6 +28,7 @@ from composer_dist.errors import CheckpointValueError, ParallelismTypeError, Par
 from composer_dist.models.adapters import adapter_hosts, as_peft_names
 from composer_dist.structure.families import is_a, original_classes
 from composer_dist.structure.structure import read_structure
+from composer_dist.users_code import warn
 
 
 def load_pretrained(
@@ -41,8 +42,9 @@ def load_pretrained(
     Args:
         model: sharded or not, on the meta device or not.
         path: a safetensors file; a directory of transformers, peft or `export_pretrained`; or a checkpoint of
-            `save_checkpoint` or `torch.save`. An adapter is loaded into the model's adapter. Tied tensors may
-            have any of their names. transformers' older names, and names from before the model was wrapped
+            `save_checkpoint` or `torch.save`. An adapter is loaded into the model's adapter, after the base
+            model, which also replaces the copies that peft trains (`modules_to_save`). Tied tensors may have
+            any of their names. transformers' older names, and names from before the model was wrapped
             by peft, DDP, `torch.compile` or a `ComposerModel`, are matched too.
         strict: raise if names are missing or unexpected. Otherwise missing tensors are initialized if they
             are on the meta device, and keep their values if not.
@@ -71,6 +73,8 @@ def load_pretrained(
         }
         if lacking:
             find_components(structure, lacking)
+    if pretrained.match.stale:
+        warn(pretrained.warnings()[-1])
     fill_model(model, structure, pretrained, lacking)
     return LoadResult(pretrained.match.missing, pretrained.match.unexpected)
 

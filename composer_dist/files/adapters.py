@@ -5,9 +5,12 @@ the model into `base_model.model`. In a file the base model's tensors have their
 adapter's names lack the adapter's name.
 """
 
+import json
+import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -59,9 +62,7 @@ def adapter_entries(structure: Structure, directory: str) -> dict[str, str]:
     Raises:
         CheckpointValueError: it is unclear which adapter is meant, or peft computes the values to save.
     """
-    hosts = list(
-        _outermost(structure, lambda module: isinstance(getattr(module, "peft_config", None), Mapping))
-    )
+    hosts = _hosts(structure)
     if len(hosts) > 1:
         raise CheckpointValueError(
             f"Several modules have adapters: {', '.join(name or 'the model' for name, _ in hosts)}. Load "
@@ -70,9 +71,68 @@ def adapter_entries(structure: Structure, directory: str) -> dict[str, str]:
     return {} if not hosts else _entries(*hosts[0], directory)
 
 
-def _entries(name: str, host: Any, directory: str) -> dict[str, str]:
-    from peft import get_peft_model_state_dict
+def changed_settings(structure: Structure, directory: Path) -> list[str]:
+    """The settings that scale an adapter, where the model's is not scaled as the one in `directory`.
 
+    Raises:
+        CheckpointValueError: `adapter_config.json` is not JSON.
+    """
+    file, hosts = directory / "adapter_config.json", _hosts(structure)
+    if len(hosts) != 1 or not file.is_file():
+        return []
+    ((_, host),) = hosts
+    try:
+        saved = json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise CheckpointValueError(f"{file} is not JSON: {error}.") from None
+    mine = host.peft_config[_adapter_of(host, directory.name)]
+    both = [(key, saved[key], getattr(mine, key)) for key in _SCALES if key in saved and hasattr(mine, key)]
+    return [f"{key}={one!r} (the model has {other!r})" for key, one, other in both if one != other]
+
+
+_SCALES = ("lora_alpha", "alpha", "alpha_pattern", "use_rslora", "scaling", "random_loc_seed")
+"""Settings of an adapter that change what it computes, and no name or shape of its tensors."""
+
+
+def check_base(structure: Structure, read: Collection[str], path: Path) -> list[str]:
+    """Compare a model's adapters with the base weights that it is to read.
+
+    Args:
+        read: first names of the tensors that the checkpoint has.
+
+    Returns:
+        Tensors of adapters that were computed from the weights that are replaced.
+
+    Raises:
+        CheckpointValueError: an adapter has changed the weights, so that others do not fit it.
+    """
+    kept = [name for name in structure.tensors if name not in read]
+    for _, host in _hosts(structure) if read else ():
+        for adapter, config in host.peft_config.items():
+            kind = getattr(config, "init_lora_weights", True)
+            independent = isinstance(kind, bool) or kind in ("gaussian", "orthogonal")
+            if not independent and any(f".lora_A.{adapter}." in name for name in kept):
+                raise CheckpointValueError(
+                    f"The adapter {adapter!r} has changed the model's weights (init_lora_weights={kind!r}), "
+                    f"so those of {path} do not fit it. Build the model with its weights (from_pretrained) "
+                    "before the adapter, and load or pass none."
+                )
+    return [name for name in kept if _DERIVED.search(name)]
+
+
+_DERIVED = re.compile(r"\.(lora_magnitude_vector|trainable_tokens_delta)\.")
+"""Tensors that peft computes from the weights below: DoRA's magnitudes, rows of an embedding."""
+
+
+def _hosts(structure: Structure) -> list[tuple[str, Any]]:
+    """The modules with adapters."""
+    return list(
+        _outermost(structure, lambda module: isinstance(getattr(module, "peft_config", None), Mapping))
+    )
+
+
+def _adapter_of(host: Any, directory: str) -> str:
+    """The adapter that the files in a directory of this name are for."""
     adapters = list(host.peft_config)
     adapter = directory if directory in adapters else "default" if "default" in adapters else adapters[0]
     if len(adapters) > 1 and adapter not in (directory, "default"):
@@ -80,6 +140,13 @@ def _entries(name: str, host: Any, directory: str) -> dict[str, str]:
             f"The model has no adapter {directory!r}, only {', '.join(adapters)}; peft saves each adapter in "
             "a directory of the same name."
         )
+    return adapter
+
+
+def _entries(name: str, host: Any, directory: str) -> dict[str, str]:
+    from peft import get_peft_model_state_dict
+
+    adapter = _adapter_of(host, directory)
     prefix = f"{name}." if name else ""
     if host.peft_config[adapter].is_prompt_learning:  # peft computes these from the prompt encoder
         return {"prompt_embeddings": f"{prefix}prompt_encoder.{adapter}.embedding.weight"}

@@ -16,14 +16,20 @@ import torch
 
 from composer_dist import _torch
 from composer_dist.errors import CheckpointValueError
-from composer_dist.files.adapters import adapter_entries, base_models, without_adapters
+from composer_dist.files.adapters import (
+    adapter_entries,
+    base_models,
+    changed_settings,
+    check_base,
+    without_adapters,
+)
 from composer_dist.files.index import Entry
 from composer_dist.files.mismatch import StateMismatch
 from composer_dist.files.transformers import convert, is_ignored
 from composer_dist.structure.names import canonical_name
 from composer_dist.structure.structure import Held, Structure
 from composer_dist.tensors.blueprint import Blueprint
-from composer_dist.wording import dtype_name
+from composer_dist.wording import dtype_name, listed
 
 _PREFIXES = ("", "module.", "base_model.model.")
 """Prefixes that wrappers add to all names of a checkpoint: none, DDP's, peft's."""
@@ -41,6 +47,10 @@ class Match:
     """The checkpoint's names of tensors that the model does not have."""
     keys: dict[str, list[str]] = field(default_factory=dict)
     """First name of a tensor to its names in the checkpoint."""
+    stale: list[str] = field(default_factory=list)
+    """Names of tensors of adapters that were computed from other weights than the checkpoint's."""
+    changed: list[str] = field(default_factory=list)
+    """Settings that scale the checkpoint's adapter in another way than the model's."""
     twins: list[tuple[str, Blueprint]] = field(default_factory=list)
     """First name of a tied tensor, and a second blueprint that the checkpoint has under another name."""
 
@@ -57,6 +67,11 @@ class Match:
             CheckpointValueError: shapes or dtypes do not match.
             CheckpointKeyError: `strict`, and names are missing or unexpected.
         """
+        if strict and self.changed:
+            raise CheckpointValueError(
+                f"The adapter in {path} was trained with {listed(self.changed)}, and would compute something "
+                "else here. Make the model's adapter with PeftConfig.from_pretrained, or pass strict=False."
+            )
         misfits = [
             fault
             for name, blueprint in self.tensors.items()
@@ -83,17 +98,27 @@ def match_names(
             meant; or transformers' conversion computes values.
     """
     names = _Names.of(structure)
-    own = adapter_entries(structure, path.name if path.is_dir() else path.parent.name)
+    directory = path if path.is_dir() else path.parent
+    own = adapter_entries(structure, directory.name)
     clean = [canonical_name(name) for name in given]
     if adapter or 2 * sum(name in own for name in clean) > len(clean):
         if not own:
             raise CheckpointValueError(
                 f"The checkpoint {path} is an adapter's, but the model has none; add one with peft first."
             )
-        return _match_adapter(names, given, own)
+        match = _match_adapter(names, given, own)
+        match.changed = changed_settings(structure, directory)
+        return match
+    match = _match_bases(names, given)
+    match.stale = check_base(structure, match.tensors, path)
+    return match
+
+
+def _match_bases(names: _Names, given: Mapping[str, Blueprint]) -> Match:
+    """Match a checkpoint without the prefix of a wrapper, with the model or a part of it: what fits best."""
     best: Match | None = None
     for prefix in _PREFIXES:
-        if not all(name.startswith(prefix) for name in clean):
+        if not all(canonical_name(name).startswith(prefix) for name in given):
             continue
         cut = {canonical_name(name)[len(prefix) :]: (name, value) for name, value in given.items()}
         for base in ["", *(one for one, _ in names.models if one)]:

@@ -21,8 +21,8 @@ from composer_dist.tensors.parts import Part
 _WHOLE = 256 * MIB
 """More bytes than this are compared by samples."""
 _BLOCK = 64 * 1024
-_SAMPLE = 1 << 18
-"""Elements of two tensors that are compared at each of three places."""
+_COMPARED = 1 << 20
+"""Elements of two tensors that are compared at a time."""
 
 
 def identities(files: Files) -> list[str]:
@@ -68,21 +68,31 @@ def are_stored_once(one: Blueprint, other: Blueprint, entries: Mapping[str, Entr
     return places[0] == places[1]
 
 
-def are_alike(one: Blueprint, other: Blueprint, entries: Mapping[str, Entry], files: Files) -> bool:
-    """Whether two tensors of a checkpoint have the same bits at their beginning, middle and end."""
+def are_alike(
+    one: Blueprint,
+    other: Blueprint,
+    entries: Mapping[str, Entry],
+    files: Files,
+    share: tuple[int, int] = (0, 1),
+) -> bool:
+    """Whether two tensors of a checkpoint have the same bits.
+
+    Args:
+        share: the number of a part of the elements, and of how many parts; only this part is compared.
+    """
     if (one.dims, one.dtype) != (other.dims, other.dtype):
         return False
-    return torch.equal(*(_sample(blueprint, entries, files) for blueprint in (one, other)))
+    window, (number, parts) = tuple((0, size) for size in one.dims), share
+    last = prod(one.dims) * (number + 1) // parts
+    for start in range(prod(one.dims) * number // parts, last, _COMPARED):
+        part = Part(tuple(one.dims), window, start, min(start + _COMPARED, last))
+        if not torch.equal(*(_read(blueprint, entries, files, part) for blueprint in (one, other))):
+            return False
+    return True
 
 
-def _sample(blueprint: Blueprint, entries: Mapping[str, Entry], files: Files) -> torch.Tensor:
-    """The bytes of the elements that are compared."""
-    dims = blueprint.dims
-    whole = torch.empty(dims, dtype=blueprint.dtype).view(-1)  # memory only where it is read
-    part = Part(dims, tuple((0, size) for size in dims), 0, prod(dims))
-    length = min(part.numel, _SAMPLE)
-    spare = part.numel - length
-    windows = [(start, start + length) for start in (0, spare // 2, spare)]
-    slabs = [slab for window in windows for slab in plan_reads(blueprint, entries, part, whole, *window)]
-    read_slabs(slabs, files)
-    return torch.cat([whole[first:last] for first, last in windows]).view(torch.uint8)
+def _read(blueprint: Blueprint, entries: Mapping[str, Entry], files: Files, part: Part) -> torch.Tensor:
+    """The bytes of a part of a tensor."""
+    values = torch.empty(part.numel, dtype=blueprint.dtype)
+    read_slabs(list(plan_reads(blueprint, entries, part, values)), files)
+    return values.view(torch.uint8)

@@ -1,6 +1,7 @@
 """`load_pretrained`: files into models that are there already, prepared or not, real or not."""
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_dist import DDPConfig, FSDP2Config
-from composer_dist.checkpoint import LoadResult, export_pretrained, full_model_state, load_pretrained
+from composer_dist.checkpoint import (
+    LoadResult,
+    export_pretrained,
+    full_model_state,
+    load_pretrained,
+    save_checkpoint,
+)
 from composer_dist.distributed import parallelize_model, prepare_fully_shard
 from composer_dist.distributed.moving import shares
 from composer_dist.errors import (
@@ -24,7 +31,7 @@ from composer_dist.errors import (
     ParallelismValueError,
 )
 from composer_dist.files.read import Files
-from tests.kit.compare import close, fails, same, values
+from tests.kit.compare import close, fails, fails_alike, same, values
 from tests.kit.files import saved
 from tests.kit.huggingface import llama, lora, random
 from tests.kit.meshes import config
@@ -138,6 +145,109 @@ def test_what_we_export_comes_back(tmp_path: Path) -> None:
         if name == "lora":
             expected |= {n: v for n, v in before.items() if "lora_" not in n and ".default." not in n}
         same(found, expected)
+
+
+class Headed(nn.Module):
+    """A head of 1100 x 1024, over a million elements, which may be the embedding."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(1100, 1024), nn.Linear(1024, 1100, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def as_pieces(path: Path, state: dict[str, torch.Tensor]) -> None:
+    model = Headed(tied=False)
+    model.load_state_dict(state)
+    parallelize_model(model, FSDP2Config())
+    save_checkpoint(path, {"model": model})
+
+
+def as_transposed(path: Path, state: dict[str, torch.Tensor]) -> None:
+    if dist.get_rank() == 0:
+        torch.save({name: value.t().contiguous().t() for name, value in state.items()}, path)
+
+
+def as_safetensors(path: Path, state: dict[str, torch.Tensor]) -> None:
+    if dist.get_rank() == 0:
+        save_file(state, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), [("pieces", as_pieces), ("t.pt", as_transposed), ("m.safetensors", as_safetensors)]
+)
+@on_ranks(2)
+def test_all_elements_of_a_tied_tensor_are_compared(tmp_path: Path, name: str, write: Any) -> None:
+    """One element differs, which only rank 1 compares."""
+    state = dict.fromkeys(("embed.weight", "head.weight"), torch.zeros(1100, 1024))
+    for changed in (False, True):
+        path = tmp_path / f"{changed}-{name}"
+        if changed:
+            state["head.weight"] = state["head.weight"].clone()
+            state["head.weight"][700, 7] = 1
+        write(path, {key: value.clone() for key, value in state.items()})
+        dist.barrier()
+        for load in (load_pretrained, lambda model, path: parallelize_model(model, config(), weights=path)):
+            differ = fails_alike(CheckpointValueError, "embed.weight", "head.weight differ in the checkpoint")
+            with differ if changed else nullcontext():
+                load(Headed(tied=True), path)
+
+
+def scaled(**options: Any) -> Any:
+    return random(lora(llama(), **options))
+
+
+@pytest.mark.parametrize(
+    ("here", "text"),
+    [
+        ({"lora_alpha": 32}, "lora_alpha=8 (the model has 32)"),
+        ({"use_rslora": True}, "use_rslora=False (the model has True)"),
+        ({"alpha_pattern": {"q_proj": 64}}, "alpha_pattern={} (the model has {'q_proj': 64})"),
+    ],
+)
+@on_ranks(2)
+def test_an_adapter_that_is_scaled_otherwise_is_refused(
+    tmp_path: Path, here: dict[str, Any], text: str
+) -> None:
+    warnings.simplefilter("ignore")
+    export_pretrained(scaled(), tmp_path / "adapter")
+    model = scaled(**here)
+    parallelize_model(model, config())
+    with fails_alike(CheckpointValueError, "was trained with", text):
+        load_pretrained(model, tmp_path / "adapter")
+    assert load_pretrained(model, tmp_path / "adapter", strict=False) == LoadResult([], [])
+
+
+@pytest.mark.parametrize("kind", ["pissa", "olora"])
+@on_ranks(2)
+def test_an_adapter_that_has_changed_the_weights_refuses_others(tmp_path: Path, kind: str) -> None:
+    warnings.simplefilter("ignore")
+    export_pretrained(llama(), tmp_path / "base")
+    for load in (load_pretrained, lambda model, path: parallelize_model(model, config(), weights=path)):
+        model = lora(llama(), init_lora_weights=kind)
+        with fails_alike(CheckpointValueError, f"changed the model's weights (init_lora_weights='{kind}')"):
+            load(model, tmp_path / "base")
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"trainable_token_indices": [3]}])
+@on_ranks(2)
+def test_adapters_that_were_computed_from_other_weights_are_named(tmp_path: Path, options: Any) -> None:
+    warnings.simplefilter("ignore")
+    export_pretrained(llama(), tmp_path / "base")
+    trained = random(lora(llama(), **options))
+    export_pretrained(trained, tmp_path / "adapter")
+    model = lora(llama(), **options)
+    computed = pytest.warns(UserWarning, match="were computed from other weights than those of")
+    with computed:
+        parallelize_model(model, config(), weights=tmp_path / "base")
+    with computed:
+        load_pretrained(model, tmp_path / "base")
+    warnings.simplefilter("error", UserWarning)
+    assert load_pretrained(model, tmp_path / "adapter") == LoadResult([], [])
+    found, expected = full_model_state(model, ranks="all"), trained.state_dict()
+    own = [name for name in expected if "lora_" in name or "tokens_delta" in name]
+    same({name: found[name] for name in own}, {name: expected[name] for name in own})
 
 
 @on_ranks(2)

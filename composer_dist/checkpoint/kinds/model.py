@@ -13,7 +13,7 @@ from composer_dist.checkpoint.kinds.filling import fill_model, fill_tensors, rea
 from composer_dist.checkpoint.kinds.kind import Chosen, Restore
 from composer_dist.distributed.prepared import check_usable, reshard
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.ranks.process_group import device_of_group
+from composer_dist.distributed.ranks.process_group import device_of_group, world_and_rank
 from composer_dist.distributed.weights.storage import give_memory
 from composer_dist.errors import CheckpointValueError
 from composer_dist.files.match import castable
@@ -200,12 +200,13 @@ def _misfit(stored: Blueprint, target: Tensor, exactly: bool = False) -> str | N
 
 
 def _check_twin(opened: Opened, name: str, one: str, other: str) -> None:
-    """Raise a CheckpointValueError if two stored tensors for one tied tensor differ."""
+    """Raise a CheckpointValueError if two stored tensors for one tied tensor differ in this rank's share."""
     both = opened.tensors[one], opened.tensors[other]
     if are_stored_once(*both, opened.index.entries):
         return
     with opened.files() as files:
-        alike = are_alike(*both, opened.index.entries, files)
+        world, rank = world_and_rank()
+        alike = are_alike(*both, opened.index.entries, files, (rank, world))
     if not alike:
         raise CheckpointValueError(
             f"{one} and {other} differ in {opened.where}, but the model ties them as {name}. Untie them "

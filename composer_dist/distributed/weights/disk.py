@@ -30,11 +30,10 @@ from composer_dist.files.find import index_weights
 from composer_dist.files.index import Index
 from composer_dist.files.match import Match, match_names
 from composer_dist.files.read import Files, open_files, read_slabs
-from composer_dist.files.same import are_alike, check_same, fingerprints, identities
+from composer_dist.files.same import are_alike, are_stored_once, check_same, fingerprints, identities
 from composer_dist.files.slabs import Slab, plan_reads
 from composer_dist.progress import Progress
 from composer_dist.structure.structure import Structure
-from composer_dist.tensors.blueprint import Blueprint
 from composer_dist.wording import kind_in_words, listed
 
 
@@ -141,22 +140,23 @@ class Pretrained:
 
         check_same_files(root, index, agreement, match_them)
         (match,) = matched
-        if match.twins or (verify and stored):
+        parts = agreement.ranks.index(agreement.rank), len(agreement.ranks)
+        if verify and stored:
             with agreement.together("the checkpoint's contents"), Files(root, index.files) as files:
-                for name, twin in match.twins:
-                    _check_twin(name, match.tensors[name], twin, index, files)
-                if verify and stored:
-                    parts = agreement.ranks.index(agreement.rank), len(agreement.ranks)
-                    # A single file is verified in full, because its pickle locates the tensors.
-                    checksums.verify(files, stored, *parts, index.entries.values() if here.is_dir() else None)
+                # A single file is verified in full, because its pickle locates the tensors.
+                checksums.verify(files, stored, *parts, index.entries.values() if here.is_dir() else None)
+        if match.twins:
+            agreement.each("its tied tensors", lambda: _differing(match, index, root, parts), _check_twins)
         return cls(index, root, match, agreement, read, path=here)
 
     def warnings(self) -> list[str]:
-        """What did not match, for callers with strict=False."""
+        """What did not match, for callers with strict=False, and what does not fit the weights."""
         kept = "which are initialized if they are on meta, and keep their values otherwise"
         found = {
             f"{self.path} lacks these, {kept}": self.match.missing,
             f"The model lacks these, which {self.path} has": self.match.unexpected,
+            f"These were computed from other weights than those of {self.path}; load the adapter next, or "
+            "make it for a model that has its weights (from_pretrained)": self.match.stale,
         }
         return [f"{what}: {listed(names, 10)}." for what, names in found.items() if names]
 
@@ -282,10 +282,19 @@ def _check_dense(structure: Structure, index: Index, path: Path) -> None:
         )
 
 
-def _check_twin(name: str, one: Blueprint, other: Blueprint, index: Index, files: Files) -> None:
-    """Raise a CheckpointValueError if samples of two stored tensors for one tied tensor differ."""
-    if one.source and other.source and not are_alike(one, other, index.entries, files):
+def _differing(match: Match, index: Index, root: Path, share: tuple[int, int]) -> list[str]:
+    """The tied tensors for which the checkpoint has different values in a share of the elements."""
+    with Files(root, index.files) as files:
+        return [
+            f"{' and '.join(match.keys[name])} differ in the checkpoint, but the model ties them as {name}"
+            for name, twin in match.twins
+            if not are_stored_once(match.tensors[name], twin, index.entries)
+            and not are_alike(match.tensors[name], twin, index.entries, files, share)
+        ]
+
+
+def _check_twins(everywhere: list[list[str]]) -> None:
+    if found := sorted(set().union(*everywhere)):
         raise CheckpointValueError(
-            f"{one.source} and {other.source} differ in the checkpoint, but the model ties them as {name}. "
-            "Untie them (tie_word_embeddings=False) or remove the wrong one."
+            f"{'; '.join(found)}. Untie them (tie_word_embeddings=False) or remove the wrong one."
         )
