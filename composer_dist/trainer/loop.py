@@ -71,6 +71,8 @@ class TrainingLoop:
         self._began = 0.0
         self._moved = False
         """Whether a batch of this `run` had a learning rate other than 0."""
+        self._may_change = False
+        """Whether this rank's callbacks may change batches."""
 
     def plan(self, max_duration: Time | None, duration: Time | None) -> None:
         """Sets where the next `run` ends, and warns of options without effect."""
@@ -108,9 +110,14 @@ class TrainingLoop:
         """The states of the host's generators at that position, if they have changed since; else {}."""
         return self._feed.generators() if self._feed else {}
 
-    def run(self) -> None:
-        """Trains, with the events from FIT_START to FIT_END."""
+    def run(self, may_change_batches: bool = False) -> None:
+        """Trains, with the events from FIT_START to FIT_END.
+
+        Args:
+            may_change_batches: whether this rank's callbacks may change the batches that are trained on.
+        """
         state = self._state
+        self._may_change = may_change_batches
         state.model.train()
         state.stop_requested = False
         state.fit_start = state.timestamp
@@ -140,7 +147,7 @@ class TrainingLoop:
         feed = self._feed
         while not state.finished:
             self._run_event(Event.BEFORE_DATALOADER)
-            fed = feed.next(state.stop_requested, state.take_alarm())
+            fed = feed.next(state.stop_requested, state.take_alarm(), self._may_change)
             if fed is None:
                 if feed.ended and feed.alarmed:
                     state.raise_alarm()  # no batch is left to answer it; the next epoch's first one does

@@ -54,14 +54,16 @@ def train_batch(
     Returns the loss, and the gradients' norm before clipping if it is clipped. With a loss scaler, no rank
     steps on a batch whose gradients are not finite on some rank.
     """
+    run_event(Event.BEFORE_TRAIN_BATCH)
+    if state.batch is not None:  # as it is after an evaluation in a callback
+        fed = replace(fed, batch=state.batch)  # callbacks may have put another one there
+    if fed.may_change:
+        fed = _measured_again(state, fed)
     if not fed.mean_weight > 0:
         raise ParallelismValueError(
             f"The loss of batch {state.timestamp.batch + 1} has no terms on any rank (are all labels "
             "-100?), so it has no gradient; leave out such batches."
         )
-    run_event(Event.BEFORE_TRAIN_BATCH)
-    if state.batch is not None:  # as it is after an evaluation in a callback
-        fed = replace(fed, batch=state.batch)  # callbacks may have put another one there
     total = microbatches.run(fed.most, lambda parts: _gradients(state, fed, parts, run_event, how))
     state.batch = fed.batch
     state.loss = process_group.all_reduce(total, "mean")
@@ -78,6 +80,12 @@ def train_batch(
         for optimizer in state.optimizers:
             optimizer.step()
     return metrics
+
+
+def _measured_again(state: State, fed: Fed) -> Fed:
+    samples, weight = (0, 0.0) if fed.filler else (num_samples(fed.batch), weight_of(state, fed.batch))
+    table = process_group.rows_of_ranks([samples, weight])
+    return replace(fed, weight=weight, mean_weight=table[:, 1].mean().item(), most=int(table[:, 0].max()))
 
 
 def _gradients(

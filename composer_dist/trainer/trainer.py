@@ -25,7 +25,7 @@ from composer_dist.trainer.arguments import (
     subset_size,
 )
 from composer_dist.trainer.callbacks import Callback
-from composer_dist.trainer.callbacks.base import run_all
+from composer_dist.trainer.callbacks.base import may_change_batches, run_all
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.data.position import apart
 from composer_dist.trainer.data.randomness import use_deterministic_algorithms
@@ -241,7 +241,7 @@ class Trainer:
         check_can_train(self.state)
         self._loop.plan(self._max_duration, positive("duration", duration))
         with self._closing_on_error():
-            self._loop.run()
+            self._loop.run(any(map(may_change_batches, self._listeners)))
 
     def eval(self, eval_dataloader: EvalData = None, label: str = "eval") -> dict[str, float]:
         """Evaluates, and leaves every module in the mode that it was in.

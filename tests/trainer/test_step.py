@@ -63,7 +63,7 @@ def test_microbatches_give_the_whole_batchs_gradients(size: int | None) -> None:
 @pytest.mark.promise(99)
 @pytest.mark.parametrize("size", [7, 4, 1])
 def test_labels_that_a_callback_masks_count_alike_in_any_number_of_microbatches(size: int) -> None:
-    """Batches are weighed among the ranks by the labels that they were read with."""
+    """The loss is the mean over the labels that are left."""
 
     def mask(state: State) -> None:
         state.batch["labels"][1] = IGNORED
@@ -74,7 +74,31 @@ def test_labels_that_a_callback_masks_count_alike_in_any_number_of_microbatches(
     _, log = fitted_on_parts([], train_dataloader=[batch], **options)
     left = int((batch["labels"] != IGNORED).sum())
     assert left < terms
-    assert log.values("loss/train/total") == [pytest.approx(reference(batch)[0] * left / terms, rel=1e-6)]
+    assert log.values("loss/train/total") == [pytest.approx(reference(batch)[0], rel=1e-6)]
+
+
+def shortened(parts: list[int], config: Any = None, keep: int = 3) -> Result:
+    """An epoch of one batch, of which a callback leaves the first `keep` of all sentences."""
+    start = sum(parts[: my_rank()])
+
+    def cut(state: State) -> None:
+        mine = max(min(keep - start, parts[my_rank()]), 1)
+        state.batch = {name: value[:mine] for name, value in state.batch.items()}
+        if start >= keep:
+            state.batch["labels"][:] = IGNORED
+
+    torch.manual_seed(0)
+    batch = joined(tagged(sum(parts))[start : start + parts[my_rank()]])
+    callbacks = At(batch_start=cut) if my_rank() == len(parts) - 1 or start + parts[my_rank()] > keep else ()
+    return result_of(*fitted_on_parts([], config, train_dataloader=[batch], callbacks=callbacks))
+
+
+@pytest.mark.promise(99)
+def test_batches_that_callbacks_of_some_ranks_shorten_are_measured_again(world2: World) -> None:
+    expected = shortened([5])
+    for config in ("fsdp", "ddp"):
+        for found in world2(shortened, [2, 3], config):
+            same_training(found, expected)
 
 
 class MaskedMean(Tagger):

@@ -137,6 +137,15 @@ class Callback:
         """The last call, also after an error or Ctrl-C: release resources."""
 
 
+def may_change_batches(callback: Callback) -> bool:
+    """Whether a callback, which is not this library's, is called between a batch is read and trained on."""
+    kind, events = type(callback), (Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH)
+    names = ("run_event", *(event.value for event in events))
+    return not kind.__module__.startswith("composer_dist.") and any(
+        getattr(kind, name) is not getattr(Callback, name) for name in names
+    )
+
+
 def run_all(callbacks: Sequence[Callback], event: Event, state: State, logger: Logger) -> None:
     """Calls every callback; at the end of a fit also after an error of one, so that others save the run."""
     if event is Event.FIT_END:

@@ -52,6 +52,8 @@ class Fed:
     """Rank 0's clock when it had its batch."""
     alarmed: bool = False
     """Whether any rank raised the alarm, before it fetched its batch."""
+    may_change: bool = False
+    """Whether any rank may change its batch before it trains on it, and so its size."""
 
 
 class _Status(IntEnum):
@@ -106,10 +108,10 @@ class Feed:
         self.length: int | None = None
         """The most batches that any rank has, where all know it; from the first `next` on."""
 
-    def next(self, stop: bool = False, alarm: bool = False) -> Fed | None:
+    def next(self, stop: bool = False, alarm: bool = False, may_change: bool = False) -> Fed | None:
         """The next batch; None if all ranks have run out (`ended`), or any asks to `stop`."""
         if self._held is None:
-            self._held, self.stopped = self._agree(stop, alarm)
+            self._held, self.stopped = self._agree(stop, alarm, may_change)
             self.ended = self._held is None
         else:
             self.stopped = process_group.any_rank(stop)
@@ -140,13 +142,13 @@ class Feed:
     def _holds(self) -> bool:
         return self._held is not None and not self._held.filler
 
-    def _agree(self, stop: bool, alarm: bool) -> tuple[Fed | None, bool]:
+    def _agree(self, stop: bool, alarm: bool, may_change: bool) -> tuple[Fed | None, bool]:
         status, batch, size, error = self._fetch()
         length = length_of(self.dataloader, self._most)
-        row = [status, -1 if length is None else length, stop, alarm, self._clock()]
+        row = [status, -1 if length is None else length, stop, alarm, may_change, self._clock()]
         row += [size.samples, size.tokens, size.weight]
         table = process_group.rows_of_ranks(row).tolist()
-        statuses, lengths, stops, alarms, clocks, samples, tokens, weights = zip(*table, strict=True)
+        statuses, lengths, stops, alarms, changes, clocks, samples, tokens, weights = zip(*table, strict=True)
         self.alarmed = any(alarms)
         if _Status.FAILED in statuses:
             if self._world == 1 and error is not None:
@@ -175,6 +177,7 @@ class Feed:
             tokens=round(sum(tokens) * self._share),
             seconds=clocks[0],
             alarmed=self.alarmed,
+            may_change=any(changes),
         )
         return fed, any(stops)
 
