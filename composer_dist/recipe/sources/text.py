@@ -19,7 +19,7 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.random_states import derived_seed
 from composer_dist.recipe.other_libraries.failures import blaming
 from composer_dist.recipe.sources.files import files_of
-from composer_dist.wording import listed
+from composer_dist.users_code import warn
 
 IGNORED = -100
 """The label that losses skip, as everywhere in transformers."""
@@ -51,12 +51,33 @@ def read(source: str | Sequence[str] | Mapping[str, Any]) -> str:
         files = files_of(source)
         if source and not files:
             raise ParallelismValueError(f"data.source: {source!r} matches only folders; name files in them.")
-    texts = {file: file.read_text("utf-8", "replace") for file in files}
-    if binary := [str(file) for file, text in texts.items() if "\0" in text]:
+        if files and _OF_ROWS.issuperset(file.suffix.lower() for file in files):
+            warn(
+                f"data.source: {files[0]} has rows, but a text is trained on as the file has it, with braces "
+                "and quotes. For a column of rows give {dataset: json, data_files: ..., column: text}."
+            )
+    return "\n\n".join(map(_decoded, files))
+
+
+_OF_ROWS = frozenset((".jsonl", ".json", ".csv", ".tsv"))
+
+
+def _decoded(file: Path) -> str:
+    """The text of a file in UTF-8, with a newline at the end of each line on any system."""
+    written = file.read_bytes()
+    if b"\0" in written:
         raise ParallelismValueError(
-            f"Not text in UTF-8, because of zero bytes (as in UTF-16 and binary files): {listed(binary)}."
+            f"Not text in UTF-8, because of zero bytes (as in UTF-16 and binary files): {file}."
         )
-    return "\n\n".join(texts.values())
+    try:
+        text = written.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = written.count(b"\n", 0, error.start) + 1
+        raise ParallelismValueError(
+            f"{file}:{line}: not text in UTF-8, because of {written[error.start : error.end]!r}. Convert the "
+            "file, for example by iconv -f latin1 -t utf-8."
+        ) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _of_dataset(dataset: str = "", column: str = "text", split: str = "train", **arguments: Any) -> str:

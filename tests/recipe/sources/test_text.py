@@ -40,8 +40,19 @@ def test_files_by_glob_and_what_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes("wide".encode("utf-16"))
     with pytest.raises(ParallelismValueError, match=r"Not text in UTF-8, .*zero bytes .*: \S+/a\.bin\.$"):
         text.read([f"{tmp_path}/a.*", f"{tmp_path}/b.txt"])
+    (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo")
+    assert text.read(f"{tmp_path}/c.txt") == "one\ntwo"
+    (tmp_path / "c.txt").write_bytes("one\ncafé".encode("latin1"))
+    with pytest.raises(ParallelismValueError, match=r"c\.txt:2: not text in UTF-8.*xe9.*iconv"):
+        text.read(f"{tmp_path}/c.txt")
     with pytest.raises(ParallelismValueError, match="has 3 tokens, fewer than one sample of 4"):
         text.pieces("one", byte_tokenizer(), 4)
+
+
+def test_rows_in_place_of_a_text_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}')
+    with pytest.warns(UserWarning, match=r"a\.jsonl has rows.*give \{dataset: json"):
+        assert text.read(f"{tmp_path}/*.jsonl") == '{"text": "one"}'
 
 
 def test_held_out_samples_are_spread_and_no_longer_trained_on() -> None:
