@@ -17,6 +17,7 @@ from composer_dist.checkpoint.kinds.optimizer_names import (
     State,
     by_name,
     check_whole,
+    labeled,
     named_optimizer_state,
     parameter_names,
 )
@@ -33,6 +34,8 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, An
     """The optimizer's state with full tensors, copied to the CPU, on rank 0; `{}` on the others.
 
     A collective on a sharded model. State of frozen parameters is included; 8-bit state becomes float32.
+    A key may have a list or dictionary of tensors. "irregular", if it is in the result, names those whose
+    shapes do not tell whether they are sharded.
 
     Args:
         model: prepared or not. A tied parameter has its first name.
@@ -51,23 +54,20 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, An
     error: Exception | None = None
     try:
         named = named_optimizer_state(model, optimizer)
-        tensors = _labeled(named["state"])
+        tensors = labeled(named["state"])
         check_whole(model, named["state"])
     except Exception as caught:
         error = caught
-    described = [f"{label} {tuple(tensor.shape)}" for label, tensor in tensors.items()]
+    described = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
     agree_on("full_optimizer_state", model.parameters(), described, error)
     full = gather_full(tensors, False, torch.float32 if is_low_bit(optimizer) else None)
     if world_and_rank()[1] != 0:
         return {}
-    for name, values in named["state"].items():
-        for key, value in values.items():
-            values[key] = full[_label(name, key)] if isinstance(value, Tensor) else deepcopy(value)
-    groups = named["param_groups"]
-    for group in groups:
+    named["state"] = deepcopy(named["state"], {id(tensor): full[name] for name, tensor in tensors.items()})
+    for group in named["param_groups"]:
         for key, value in group.items():
             group[key] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else deepcopy(value)
-    return {"state": named["state"], "param_groups": groups}
+    return named
 
 
 def load_full_optimizer_state(
@@ -108,20 +108,22 @@ def load_full_optimizer_state(
         if world_and_rank()[1] == 0:
             plan = _plan_load(*by_name(state, model, optimizer), [n for group in held for n in group], strict)
             full = plan.pop("full")
+            plan["irregular"] = state.get("irregular", ())
     except Exception as caught:
         error = caught
     Agreement().reach("load_full_optimizer_state", held, _same_groups, error)
     plan = Agreement().collectively("load_full_optimizer_state", lambda: broadcast(plan))
     with Agreement().together("load_full_optimizer_state"):
-        prepared = prepare_optimizer_state(model, optimizer, plan["state"], plan["groups"])
-    made, scalars = _labeled(prepared.values), _labeled(plan["state"])
+        found = (plan["state"], plan["groups"], plan["irregular"])
+        prepared = prepare_optimizer_state(model, optimizer, *found)
+    made, scalars = labeled(prepared.values), labeled(plan["state"])
     with usable_or_marked(optimizer):
         with Agreement().together("load_full_optimizer_state"):
             prepared.install()
-            for label, scalar in scalars.items():
+            for name, scalar in scalars.items():
                 if not scalar.ndim:
-                    made[label].copy_(scalar)
-        targets = {label: tensor for label, tensor in made.items() if tensor.ndim}
+                    made[name].copy_(scalar)
+        targets = {name: tensor for name, tensor in made.items() if tensor.ndim}
         fill(mesh_of_world(model), targets, full, by_part=is_low_bit(optimizer))
     return LoadResult(plan["missing"], plan["unexpected"])
 
@@ -133,19 +135,17 @@ def _plan_load(values: State, groups: Groups | None, held: Sequence[str], strict
     unexpected = sorted(known.difference(held))
     StateMismatch(missing, unexpected).check("The state does not match the optimizer", strict)
     state: State = {name: values.get(name, {}) for name in held if name in known}
-    tensors = _labeled(state)
-    odd = [label for label, value in tensors.items() if isinstance(value, DTensor) or value.is_meta]
+    tensors = labeled(state)
+    odd = [name for name, value in tensors.items() if isinstance(value, DTensor) or value.is_meta]
     if odd:
         raise CheckpointValueError(f"The state has these sharded or without values: {', '.join(odd)}.")
-    described = {name: {k: _described(v) for k, v in values.items()} for name, values in state.items()}
-    full = {label: tensor.detach() for label, tensor in tensors.items() if tensor.ndim}
+    described = deepcopy(state, {id(tensor): _described(tensor) for tensor in tensors.values()})
+    full = {name: tensor.detach() for name, tensor in tensors.items() if tensor.ndim}
     names = {"missing": missing, "unexpected": unexpected}
     return {"state": described, "groups": groups, "full": full, **names}
 
 
-def _described(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return deepcopy(value)
+def _described(value: Tensor) -> Tensor:
     if value.ndim == 0:
         return value.detach().cpu()
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
@@ -157,16 +157,3 @@ def _same_groups(found: list[list[list[str]]]) -> None:
             raise CheckpointValueError(
                 f"The optimizers of ranks 0 and {rank} have different groups or parameters; make them equal."
             )
-
-
-def _label(name: str, key: str) -> str:
-    return f"{key} of {name}"
-
-
-def _labeled(state: State) -> dict[str, Tensor]:
-    return {
-        _label(name, key): value
-        for name, values in state.items()
-        for key, value in values.items()
-        if isinstance(value, Tensor)
-    }

@@ -63,6 +63,10 @@ def map_tensors(fn: Callable[[str, Tensor], Tensor], batch: Any, name: str = "")
     if isinstance(batch, (tuple, list)):
         items = [map_tensors(fn, one, _inside(name, index)) for index, one in enumerate(batch)]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    if isinstance(batch, deque):
+        return deque(
+            (map_tensors(fn, one, _inside(name, index)) for index, one in enumerate(batch)), batch.maxlen
+        )
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         keys = [field.name for field in dataclasses.fields(batch) if field.init]
         values = {key: map_tensors(fn, getattr(batch, key), _inside(name, key)) for key in keys}

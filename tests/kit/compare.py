@@ -1,5 +1,6 @@
 """How a prepared model is compared with its unsharded reference."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -106,7 +107,7 @@ def equal(found: Any, expected: Any, path: str = "") -> None:
         assert list(found) == list(expected), path
         for key, value in expected.items():
             equal(found[key], value, f"{path}/{key}")
-    elif isinstance(expected, list | tuple):
+    elif isinstance(expected, list | tuple | deque):
         assert len(found) == len(expected), path
         for number, value in enumerate(expected):
             equal(found[number], value, f"{path}/{number}")

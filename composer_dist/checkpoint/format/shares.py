@@ -59,6 +59,10 @@ def boxes_of(name: str, tensor: Tensor) -> Iterator[LocalBox]:
     layout = Layout.known(tensor)
     if tensor.device_mesh.get_coordinate() is None or not local.numel():
         return
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise CheckpointValueError(
+            f"{name} is a DTensor of partial sums, which no rank has in full; redistribute it first."
+        )
     if layout is None:  # sharded by the user, in a way that torch supports
         _, start = _torch.local_box(tensor)
         yield LocalBox(name, tuple(start), local)

@@ -5,7 +5,7 @@ structure, in JSON, keeps information that those paths lose: empty mappings, num
 It contains plain values, and the key paths of everything else.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist.errors import CheckpointValueError, Faults
 from composer_dist.files.checkpoint_format import KeyPath
+from composer_dist.tensors.nested import tensors_in
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -60,9 +61,8 @@ class Leaves:
                 for name, one in tensors
                 if one.layout != torch.strided or one.is_nested or one.is_quantized
             ],
-            "shards in a tuple or a set, which are kept as a whole; use a list or a dictionary": [
-                name for name, one in self.objects.items() if _holds_shards(one)
-            ],
+            "shards in a tuple or a set, a deque or an object, which are kept as a whole; "
+            "use a list or a dictionary": [name for name, one in self.objects.items() if _holds_shards(one)],
         }
         with Faults("These values cannot be saved. ", ".", ". ", CheckpointValueError) as faults:
             faults += [f"{', '.join(names)}: {what}" for what, names in odd.items() if names]
@@ -121,6 +121,6 @@ def is_plain(value: Any) -> bool:
 def _holds_shards(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(_holds_shards(one) for one in value.values())
-    if isinstance(value, (tuple, list, set, frozenset)):
+    if isinstance(value, (tuple, list, set, frozenset, deque)):
         return any(_holds_shards(one) for one in value)
-    return isinstance(value, DTensor)
+    return any(isinstance(one, DTensor) for one in tensors_in(value))  # of a dataclass, too

@@ -5,13 +5,14 @@ The state to load is made and checked first; only `PreparedState.install` change
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from composer_dist.checkpoint.format.opened import Opened
@@ -22,10 +23,15 @@ from composer_dist.checkpoint.kinds.optimizer_names import (
     by_name,
     check_group_count,
     check_whole,
+    follows,
+    label,
+    labeled,
     model_of,
     named_optimizer_state,
     parameter_names,
 )
+from composer_dist.distributed.mesh.layout import Layout
+from composer_dist.distributed.moving.scatter import scatter_into
 from composer_dist.distributed.optimizers.follow import (
     empty_state,
     is_low_bit,
@@ -35,7 +41,8 @@ from composer_dist.distributed.optimizers.follow import (
 )
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError, Faults
-from composer_dist.tensors.inner import as_floats
+from composer_dist.tensors.inner import as_floats, dtensor_of
+from composer_dist.tensors.nested import map_tensors, named_tensors
 
 _OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
 """The options that an optimizer keeps: its parameters, and the implementation of the step."""
@@ -59,7 +66,7 @@ def extract(key: str, value: Any, models: list[nn.Module], chosen: Chosen | None
     check_whole(model, found["state"])
     if is_low_bit(value):  # each rank quantizes its own part, which others could not decode
         found["state"] = {
-            name: {k: as_floats(v) if isinstance(v, Tensor) else v for k, v in values.items()}
+            name: map_tensors(lambda _, tensor: as_floats(tensor), values)
             for name, values in found["state"].items()
         }
     if chosen is not None:
@@ -81,23 +88,25 @@ class _OptimizerLoading:
     described: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]] | None
     paths: dict[int, str]
-    """The path of each tensor in `described`, by identity."""
+    """The path of each tensor in `described`, by identity; those in tuples have values instead."""
+    irregular: Collection[str]
     prepared: PreparedState | None = None
 
     def prepare(self) -> None:
-        self.prepared = prepare_optimizer_state(self.model, self.optimizer, self.described, self.groups)
+        found = (self.described, self.groups, self.irregular)
+        self.prepared = prepare_optimizer_state(self.model, self.optimizer, *found)
 
     def load(self, agreement: Agreement) -> None:
         assert self.prepared is not None
-        made = self.prepared.values
+        made = labeled(self.prepared.values)
+        tensors: dict[str, Tensor] = {}
         with agreement.together("the optimizer's state"):
             self.prepared.install()
-        tensors = {
-            self.paths[id(value)]: made[name][key]
-            for name, values in self.described.items()
-            for key, value in values.items()
-            if isinstance(value, Tensor)
-        }
+            for one, value in labeled(self.described).items():
+                if id(value) in self.paths:
+                    tensors[self.paths[id(value)]] = made[one]
+                else:
+                    scatter_into(made[one], value)
         fill_tensors(self.opened, tensors, agreement)
 
 
@@ -106,7 +115,8 @@ def plan(restore: Restore, key: str) -> _OptimizerLoading:
     opened, mismatch, optimizer = restore.opened, restore.mismatch, restore.state[key]
     model = model_of(optimizer, restore.models)
     paths: dict[int, str] = {}
-    state, groups = by_name(opened.described(opened.structure[key], paths), model, optimizer)
+    stored = opened.described(opened.structure[key], paths)
+    state, groups = by_name(stored, model, optimizer)
     names = parameter_names(model, optimizer)
     held = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     known = dict.fromkeys([*state, *(name for group in groups or () for name in group["params"])])
@@ -118,7 +128,8 @@ def plan(restore: Restore, key: str) -> _OptimizerLoading:
     described = {name: state.get(name, {}) for name in wanted if name in known}
     for group in groups or ():  # a learning rate may be a tensor
         group.update({option: opened.read(value, paths) for option, value in group.items()})
-    return _OptimizerLoading(opened, optimizer, model, described, groups, paths)
+    irregular = stored.get("irregular", ())
+    return _OptimizerLoading(opened, optimizer, model, described, groups, paths, irregular)
 
 
 @dataclass(frozen=True)
@@ -152,17 +163,19 @@ def prepare_optimizer_state(
     optimizer: Optimizer,
     described: Mapping[str, Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]] | None = None,
+    irregular: Collection[str] = (),
 ) -> PreparedState:
     """Make the described state without values, for a reader to fill; the optimizer does not change yet.
 
-    A tensor with the dimensions of its parameter is laid out like the parameter; existing tensors that match
-    are reused. No step is taken.
+    A tensor with the dimensions of its parameter is laid out like the parameter, any other is whole; existing
+    tensors that match are reused. No step is taken.
 
     Args:
-        described: parameter name to key to a plain value, or to a tensor, of which only the full shape and
-            dtype are used (it may be on meta). A parameter with `{}` loses its state, a parameter that is
-            not named keeps it.
+        described: parameter name to key to a plain value, to a tensor, of which only the full shape and
+            dtype are used (it may be on meta), or to a list or dictionary of them. A parameter with `{}`
+            loses its state, a parameter that is not named keeps it.
         groups: parameter groups by name, whose options are loaded too; see `match_groups`.
+        irregular: labels of tensors to which the rule above does not apply, from `named_optimizer_state`.
 
     Raises:
         CheckpointKeyError: names that the optimizer does not hold.
@@ -174,19 +187,23 @@ def prepare_optimizer_state(
     if unknown := [name for name in described if name not in held]:
         raise CheckpointKeyError(f"The optimizer does not hold these parameters: {', '.join(unknown)}.")
     options = [] if groups is None else match_groups(model, optimizer, groups)
+    flat = isinstance(optimizer, torch.optim.LBFGS)  # the first parameter has state for all of them
     made: State = {}
     with Faults("The state does not match the optimizer: ", ".", "; ", CheckpointValueError) as faults:
         for name, values in described.items():
             parameter, group = held[name]
-            now = optimizer.state.get(parameter, {})
-            made[name] = {}
-            for key, value in values.items():
-                if isinstance(value, Tensor):
-                    if fault := _misfit(value, parameter, now.get(key)):
-                        faults.append(f"{key} of {name}: {fault}")
+            now = dict(named_tensors(optimizer.state.get(parameter, {})))
+            new: dict[int, Any] = {}
+            for path, value in named_tensors(values):
+                if path in values:
+                    like = value.ndim == parameter.ndim
+                    if not flat and (fault := _misfit(value, parameter, now.get(path))):
+                        faults.append(f"{label(name, path)}: {fault}")
                         continue
-                    value = _kept_or_made(optimizer, key, value, parameter, group, now.get(key))
-                made[name][key] = value
+                else:
+                    like = follows(value.shape, parameter) != (label(name, path) in irregular)
+                new[id(value)] = _kept_or_made(optimizer, path, value, parameter, group, now.get(path), like)
+            made[name] = deepcopy(dict(values), new)  # with the new tensors in place of the described ones
     return PreparedState(optimizer, made, {name: held[name][0] for name in made}, options)
 
 
@@ -240,27 +257,38 @@ def _misfit(value: Tensor, parameter: Tensor, now: Any) -> str | None:
     """Why a state tensor cannot belong to a parameter, if it cannot."""
     if value.ndim != parameter.ndim or (isinstance(now, Tensor) and now.shape == value.shape):
         return None
-    if all(size in (full, 1) for size, full in zip(value.shape, parameter.shape, strict=True)):
+    if follows(value.shape, parameter):
         return None
     return f"{tuple(value.shape)} in the state, its parameter is {tuple(parameter.shape)}"
 
 
 def _kept_or_made(
-    optimizer: Optimizer, key: str, value: Tensor, parameter: nn.Parameter, group: Mapping[str, Any], now: Any
+    optimizer: Optimizer,
+    path: str,
+    value: Tensor,
+    parameter: nn.Parameter,
+    group: Mapping[str, Any],
+    now: Tensor | None,
+    like: bool,
 ) -> Tensor:
-    """The existing tensor if it is like `value`, else an uninitialized one."""
+    """The existing tensor if it matches `value`, else an uninitialized one: `like` its parameter or whole."""
+    key = path.rpartition(".")[2]
     if is_low_bit(optimizer) and value.shape == parameter.shape and value.ndim:
-        same = isinstance(now, Tensor) and now.shape == value.shape
-        return now if same else low_bit_state(optimizer, parameter, key)
+        kept = now is not None and now.shape == value.shape
+        return now if now is not None and kept else low_bit_state(optimizer, parameter, key)
     dtype = _dtype(optimizer, key, value, parameter)
-    same = isinstance(now, Tensor) and (now.shape, now.dtype) == (value.shape, dtype)
-    if isinstance(now, Tensor) and same and not is_whole(now, parameter):
+    kept = now is not None and (now.shape, now.dtype) == (value.shape, dtype)
+    if now is not None and kept and Layout.known(now) and not is_whole(now, parameter):
         return now
     if value.ndim == 0:
         return torch.zeros((), dtype=dtype, device=scalar_device(key, parameter, group, torch.device("cpu")))
-    if value.ndim != parameter.ndim:
-        return torch.empty(value.shape, dtype=dtype, device=parameter.device)
-    return empty_state(parameter, tuple(value.shape), dtype)
+    if like and value.ndim == parameter.ndim:
+        return empty_state(parameter, tuple(value.shape), dtype)
+    whole = torch.empty(value.shape, dtype=dtype, device=parameter.device)
+    if like and isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        return dtensor_of(whole, mesh, [Replicate()] * mesh.ndim, value.shape)
+    return whole
 
 
 def _dtype(optimizer: Optimizer, key: str, value: Tensor, parameter: Tensor) -> torch.dtype:

@@ -21,9 +21,10 @@ from composer_dist.distributed.prepared import check_usable, named_parameters_ca
 from composer_dist.errors import CheckpointError, CheckpointValueError
 from composer_dist.structure.names import canonical_name
 from composer_dist.tensors.inner import local_part
+from composer_dist.tensors.nested import named_tensors
 
 State = dict[str, dict[str, Any]]
-"""Parameter name to key to a tensor or a plain value."""
+"""Parameter name to key to a tensor, a plain value, or a list or dictionary of them."""
 Groups = list[dict[str, Any]]
 """Parameter groups with names in place of parameters."""
 
@@ -36,7 +37,8 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
         optimizer: any of its parameters may be frozen, or without state.
 
     Returns:
-        `{"state": {name: {key: tensor or value}}, "param_groups": [{"params": [names], ...options}]}`.
+        `{"state": {name: {key: tensor or value}}, "param_groups": [{"params": [names], ...options}]}`, and
+        the labels of irregular tensors, if there are any, as "irregular".
 
     Raises:
         CheckpointError: as from `parameter_names`.
@@ -44,13 +46,54 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
     names = parameter_names(model, optimizer)
     order = {name: place for place, name in enumerate(names.values())}
     state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if values}
+    odd = [one for p, values in optimizer.state.items() for one in _irregular(names[id(p)], p, values)]
     return {
         "state": {name: state[name] for name in sorted(state, key=order.__getitem__)},
         "param_groups": [
             {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
             for group in optimizer.param_groups
         ],
+        **({"irregular": odd} if odd else {}),
     }
+
+
+def label(name: str, path: str) -> str:
+    """What a tensor of a parameter's state is called; in a list or dictionary the path has several keys."""
+    return f"{path} of {name}"
+
+
+def labeled(state: State) -> dict[str, Tensor]:
+    """The tensors of a state by their labels.
+
+    Raises:
+        CheckpointValueError: two have the same label.
+    """
+    pairs = [
+        (label(name, path), one) for name, values in state.items() for path, one in named_tensors(values)
+    ]
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        odd = sorted({one for one, tensor in pairs if found[one] is not tensor})
+        raise CheckpointValueError(f"The optimizer has several tensors as {', '.join(odd)}; rename its keys.")
+    return found
+
+
+def follows(shape: Sequence[int], parameter: Tensor) -> bool:
+    """Whether state has the dimensions of its parameter, some of which may be 1."""
+    same = len(shape) == parameter.ndim
+    return same and all(size in (full, 1) for size, full in zip(shape, parameter.shape, strict=True))
+
+
+def _irregular(name: str, parameter: Tensor, values: Mapping[str, Any]) -> list[str]:
+    """Labels of tensors in lists and dictionaries whose shapes do not tell whether they are DTensors.
+
+    They are plain tensors that have the dimensions of a sharded parameter, and DTensors that have others.
+    """
+    return [
+        label(name, path)
+        for path, value in (named_tensors(values) if isinstance(parameter, DTensor) else ())
+        if path not in values and value.ndim and isinstance(value, DTensor) != follows(value.shape, parameter)
+    ]
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
@@ -152,11 +195,10 @@ def check_whole(model: nn.Module, state: State) -> None:
     """Raise if an optimizer has plain tensors of this rank's part of a parameter as state; names them."""
     parameters = dict(named_parameters_canonical(model))
     faults = [
-        f"{key} of {name}"
+        label(name, path)
         for name, values in state.items()
-        for key, value in values.items()
-        if isinstance(value, Tensor)
-        and not isinstance(value, DTensor)
+        for path, value in named_tensors(values)
+        if not isinstance(value, DTensor)
         and value.shape == local_part(parameters[name]).shape != parameters[name].shape
     ]
     if faults:

@@ -1,5 +1,6 @@
 """Optimizer state by name: live, and made anew for a reader."""
 
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Optimizer
 
 from composer_dist._torch import checkpoint_wrapper
 from composer_dist.checkpoint import (
+    full_model_state,
     full_optimizer,
     full_optimizer_state,
     load_checkpoint,
@@ -26,10 +28,12 @@ from composer_dist.checkpoint.kinds.optimizer import prepare_optimizer_state
 from composer_dist.checkpoint.kinds.optimizer_names import named_optimizer_state, parameter_names
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import CheckpointKeyError, CheckpointValueError
-from tests.kit.compare import fails
-from tests.kit.meshes import config
+from composer_dist.tensors.nested import named_tensors
+from tests.kit.compare import equal, fails, fails_alike, full
+from tests.kit.meshes import MESHES, config
+from tests.kit.runs import train_by_name
 from tests.kit.toy import built, train
-from tests.kit.world import on_ranks
+from tests.kit.world import on_ranks, run
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -192,3 +196,154 @@ def test_factored_state_is_laid_out_by_the_dimensions_it_has() -> None:
     assert (row.shape, row.to_local().shape) == ((5, 1), (2 if dist.get_rank() else 3, 1))
     assert column.shape == column.to_local().shape == (1, 8)
     assert (type(other), other.shape) == (Tensor, (5,))
+
+
+def lbfgs() -> tuple[nn.Module, Optimizer]:
+    """A model whose first parameter, a vector, has the state."""
+    model = built(lambda: nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)))
+    return model, torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
+
+
+def step_lbfgs(model: nn.Module, optimizer: Optimizer) -> None:
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(torch.arange(64.0).sin().view(8, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@pytest.mark.promise(47)
+@pytest.mark.parametrize("way", ["sharded", "file", "full"])
+def test_lbfgs_continues_from_the_tensors_in_its_lists(tmp_path: Path, way: str) -> None:
+    model, optimizer = lbfgs()
+    for _ in range(3):
+        step_lbfgs(model, optimizer)
+    other, fresh = lbfgs()
+    if way == "full":
+        other.load_state_dict(model.state_dict())
+        load_full_optimizer_state(other, fresh, full_optimizer_state(model, optimizer))
+    else:
+        save_checkpoint(tmp_path / "c", {"model": model, "opt": optimizer}, sharded=way == "sharded")
+        assert load_checkpoint(tmp_path / "c", {"model": other, "opt": fresh}) == {}
+    equal(named_optimizer_state(other, fresh), named_optimizer_state(model, optimizer))
+    step_lbfgs(model, optimizer)
+    step_lbfgs(other, fresh)
+    equal(dict(other.state_dict()), dict(model.state_dict()))
+
+
+class Nested(Optimizer):
+    """Keeps tensors in lists, dictionaries and tuples, cut like their parameter or not."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is None:
+                continue
+            state, whole = self.state[p], full(p.grad)
+            history = state.setdefault("history", [])
+            history.append(p.grad.clone())
+            del history[:-2]
+            factors = state.setdefault("factors", {"whole": torch.zeros_like(whole), "none": [None]})
+            factors["whole"] += whole
+            state["pair"] = (whole.norm(), 3.0)
+            state["first"] = {0: laid_out(whole.flatten()[:1].clone(), p)}
+            update = full(history[0]) + factors["whole"] * state["pair"][0] + full(state["first"][0]).sum()
+            p.sub_(laid_out(update, p, p.placements if isinstance(p, DTensor) else None))
+
+
+def laid_out(whole: Tensor, parameter: Any, placements: Any = None) -> Tensor:
+    """A DTensor if the parameter is one."""
+    sharded = isinstance(parameter, DTensor)
+    return distribute_tensor(whole, parameter.device_mesh, placements) if sharded else whole
+
+
+def nested(mesh: str, seed: int) -> tuple[nn.Module, Optimizer]:
+    model = built(seed=seed)
+    optimizer = Nested(model.parameters())
+    if (config := MESHES[mesh][1]) is not None:
+        parallelize_model(model, config, optimizer)
+    return model, optimizer
+
+
+def nested_state(model: nn.Module, optimizer: Optimizer) -> Any:
+    """In full, on the first rank, without what only says how it is cut."""
+    state = full_optimizer_state(model, optimizer)
+    state.pop("irregular", None)
+    return state, full_model_state(model)
+
+
+def save_nested(path: str, mesh: str, sharded: bool) -> Any:
+    model, optimizer = nested(mesh, 0)
+    train_by_name(model, optimizer, 0, 3)
+    state = {"model": model, "opt": optimizer}
+    save_checkpoint(path, state, sharded=sharded)
+    at = nested_state(model, optimizer)
+    train_by_name(model, optimizer, 3, 2)
+    return at, nested_state(model, optimizer)
+
+
+def load_nested(path: str, mesh: str) -> Any:
+    model, optimizer = nested(mesh, 1)
+    assert load_checkpoint(path, {"model": model, "opt": optimizer}) == {}
+    at = nested_state(model, optimizer)
+    assert {name: kind_of(p.detach()) for name, p in model.named_parameters() if p.requires_grad} == {
+        name: kind_of(values["history"][0])
+        for name, values in named_optimizer_state(model, optimizer)["state"].items()
+    }
+    train_by_name(model, optimizer, 3, 2)
+    return at, nested_state(model, optimizer)
+
+
+@pytest.mark.promise(58)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_tensors_in_lists_and_dictionaries_load_on_any_mesh(tmp_path: Path, sharded: bool) -> None:
+    path = str(tmp_path / "c")
+    saved = run(save_nested, 2, path, "fsdp2", sharded)[0]
+    assert saved[0][0]["state"]["layers.0.up.weight"]["history"][1].shape == (5, 8)
+    for mesh in ("plain", "ddp", "fsdp2"):
+        equal(run(load_nested, MESHES[mesh][0], path, mesh)[0], saved)
+
+
+@pytest.mark.promise(48)
+@on_ranks(2)
+def test_tensors_in_lists_dictionaries_and_deques_load_from_a_full_state() -> None:
+    model, optimizer = nested("fsdp2", 0)
+    train_by_name(model, optimizer, 0, 3)
+    weight = optimizer.param_groups[0]["params"][0]
+    optimizer.state[weight]["queue"] = deque([weight.detach().clone()], maxlen=3)
+    state = full_optimizer_state(model, optimizer)
+    other, fresh = nested("fsdp2", 0)
+    assert load_full_optimizer_state(other, fresh, state) == ([], [])
+    assert fresh.state[fresh.param_groups[0]["params"][0]]["queue"].maxlen == 3
+    equal(full_optimizer_state(other, fresh), state)
+    found, made = (named_optimizer_state(*pair)["state"] for pair in ((model, optimizer), (other, fresh)))
+    for name, values in found.items():
+        pairs = zip(named_tensors(values), named_tensors(made[name]), strict=True)
+        assert all(kind_of(one) == kind_of(two) for (_, one), (_, two) in pairs), name
+
+
+@pytest.mark.promise(47)
+@on_ranks(2)
+def test_shards_that_cannot_be_saved_are_refused_by_name(tmp_path: Path) -> None:
+    model = built()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    parallelize_model(model, config(), optimizer)
+    up = model.layers[0].up.weight
+    where = "o.state.layers.0.up.weight.mine"
+    partial = DTensor.from_local(torch.ones(3), up.device_mesh, [Partial()])
+    for value, text in (
+        (deque([up.detach()]), f"{where}: shards in a tuple or a set, a deque or an object"),
+        ([partial], f"{where}.0 is a DTensor of partial sums"),
+        ([up.to_local().clone()], "plain tensors that have no full value: mine.0 of layers.0.up.weight"),
+    ):
+        optimizer.state[up] = {"mine": value}
+        with fails_alike(CheckpointValueError, text):
+            save_checkpoint(tmp_path / "c", {"m": model, "o": optimizer})
+    optimizer.state[up] = {"mine": [torch.ones(2)], "mine.0": torch.ones(3)}
+    with fails_alike(CheckpointValueError, "several tensors as mine.0 of layers.0.up.weight"):
+        full_optimizer_state(model, optimizer)
