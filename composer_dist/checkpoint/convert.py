@@ -22,13 +22,12 @@ from composer_dist.checkpoint.export.plan import plan_export
 from composer_dist.checkpoint.format.opened import Opened, open_checkpoint
 from composer_dist.checkpoint.format.sharded import Saving
 from composer_dist.checkpoint.format.single_file import SavingFile
-from composer_dist.checkpoint.format.state_tree import decode
 from composer_dist.checkpoint.kinds.contents import stored_kind
 from composer_dist.checkpoint.storage.place import place_of
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointError, CheckpointKeyError, CheckpointValueError
-from composer_dist.files.checkpoint_format import NAME, Kind
+from composer_dist.files.checkpoint_format import NAME, Kind, decode
 from composer_dist.files.index import Entry, Index, check_inside
 from composer_dist.files.match import match_names
 from composer_dist.files.read import Files, read_slabs

@@ -18,7 +18,13 @@ from composer_dist.checkpoint.kinds.filling import fill_model
 from composer_dist.checkpoint.kinds.model import live_state
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving.gather import BUCKET_BYTES
-from composer_dist.distributed.prepared import check_usable, mesh_of_world, prepared_mesh, reshard
+from composer_dist.distributed.prepared import (
+    check_usable,
+    mesh_of_world,
+    prepared_mesh,
+    reshard,
+    usable_or_marked,
+)
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import world_and_rank
 from composer_dist.distributed.training.summon import summon_full_params
@@ -45,7 +51,8 @@ def load_pretrained(
             `save_checkpoint` or `torch.save`. An adapter is loaded into the model's adapter, after the base
             model, which also replaces the copies that peft trains (`modules_to_save`). Tied tensors may have
             any of their names. transformers' older names, and names from before the model was wrapped
-            by peft, DDP, `torch.compile` or a `ComposerModel`, are matched too.
+            by peft, DDP, `torch.compile` or a `ComposerModel`, are matched too. Modules' extra state is set
+            from checkpoints; safetensors files have none.
         strict: raise if names are missing or unexpected. Otherwise missing tensors are initialized if they
             are on the meta device, and keep their values if not.
         verify: first compare the model's bytes in a checkpoint of `save_checkpoint` with their checksums;
@@ -76,6 +83,8 @@ def load_pretrained(
     if pretrained.match.stale:
         warn(pretrained.warnings()[-1])
     fill_model(model, structure, pretrained, lacking)
+    with usable_or_marked(model):
+        pretrained.set_extra_state()
     return LoadResult(pretrained.match.missing, pretrained.match.unexpected)
 
 

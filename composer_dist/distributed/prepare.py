@@ -249,6 +249,8 @@ def _carry_out(decided: _Decided) -> None:
             structure, originals, sources, decided.components, decided.disk, plan.delivery, mesh, agreement
         )
         done.bytes_moved, done.bytes_read, done.transport = filling.run(follower, done.step)
+        if decided.disk is not None:
+            decided.disk.set_extra_state()
         with changes_noted(model):
             if replica := plan.replication:
                 agreement.collectively(

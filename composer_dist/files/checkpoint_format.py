@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, get_args
@@ -21,6 +22,7 @@ import torch
 
 from composer_dist.errors import CheckpointError, CheckpointValueError
 from composer_dist.files.index import Entry, Index, Pieces, check_count, check_limits, check_size, dtype_named
+from composer_dist.structure.names import is_extra_state
 from composer_dist.tensors.parts import Dims, contiguous_strides, covers
 from composer_dist.wording import dtype_name, listed
 
@@ -38,6 +40,8 @@ _TIME = re.compile(
 _SEALED = re.compile(rb'\{"crc32":([0-9]{1,10}),"checkpoint":(.*)\}\n', re.DOTALL)
 Kind = Literal["model", "optimizer", "value"]
 KeyPath = tuple[str | int, ...]
+DICTS = {"dict": dict, "ordered": OrderedDict}
+"""Tags of mappings in an encoded structure."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +213,10 @@ class Manifest:
         return inside and place.offset + nbytes <= self.files[place.file].nbytes
 
     def index(self, root: str, key: str | None = None) -> Index:
-        """The index of the tensors below a key, by their names there; None means all."""
+        """The index of the tensors below a key, by their names there; None means all.
+
+        Below a key, the parts of extra state are entries, so that they are verified, but not tensors.
+        """
         entries: dict[str, Entry] = {}
         pieces: dict[str, Pieces] = {}
         prefix = "" if key is None else f"{key}."
@@ -217,12 +224,43 @@ class Manifest:
             if not path.startswith(prefix):
                 continue
             name = path.removeprefix(prefix)
-            pieces[name] = (tensor.shape, tensor.dtype, [])
+            if key is None or not is_extra_state(name):
+                pieces[name] = (tensor.shape, tensor.dtype, [])
             for number, chunk in enumerate(tensor.chunks):
                 entries[f"{name}#{number}"] = Entry(chunk.file, tensor.dtype, chunk.sizes, chunk.offset)
                 strides = contiguous_strides(chunk.sizes)
-                pieces[name][2].append((chunk.start, strides, f"{name}#{number}"))
-        return Index(root, tuple((f.name, f.nbytes) for f in self.files), entries, pieces=pieces)
+                if name in pieces:
+                    pieces[name][2].append((chunk.start, strides, f"{name}#{number}"))
+        files, extra = tuple((f.name, f.nbytes) for f in self.files), None
+        if key is not None:
+            below = {p.removeprefix(prefix): one for p, one in self.objects.items() if p.startswith(prefix)}
+            entries |= {n: Entry(o.file, torch.uint8, (o.nbytes,), o.offset) for n, o in below.items()}
+            extra = tuple(name for name, _ in self.values(key) if is_extra_state(name))
+        return Index(root, files, entries, pieces=pieces, extra=extra)
+
+    def values(self, key: str) -> list[tuple[str, Any]]:
+        """The names below a key, and the encoded values."""
+        try:
+            ((tag, pairs),) = self.structure[key].items()
+            return [(str(name), code) for name, code in pairs if tag in DICTS]
+        except (AttributeError, TypeError, ValueError) as error:  # any value may have any type
+            raise CheckpointValueError(f"{key} is not a model's state in the checkpoint.") from error
+
+
+def decode(code: Any, read: Callable[[str, str], Any]) -> Any:
+    """A value from its code, as `composer_dist.checkpoint.format.state_tree.encode` makes it.
+
+    Args:
+        read: returns a leaf from its tag ("tensor" or "object") and path.
+    """
+    ((tag, inner),) = code.items()
+    if tag == "plain":
+        return inner
+    if tag == "list":
+        return [decode(one, read) for one in inner]
+    if tag in DICTS:
+        return DICTS[tag]((key, decode(one, read)) for key, one in inner)
+    return read(tag, inner)
 
 
 def saved_at(start: bytes) -> float | None:

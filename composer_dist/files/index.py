@@ -66,6 +66,8 @@ class Index:
     """Bytes that were read to build the index."""
     pieces: dict[str, Pieces] | None = None
     """Tensors that are stored in pieces, by name; None if every entry is a whole tensor."""
+    extra: tuple[str, ...] | None = None
+    """Names of modules' extra state; None if such files cannot have any."""
 
     @property
     def tensors(self) -> dict[str, Blueprint]:
@@ -88,13 +90,13 @@ class Index:
         """The index as one line of text, to send to other ranks."""
         entries = {n: [e.file, dtype_name(e.dtype), e.shape, e.offset] for n, e in self.entries.items()}
         pieces = {n: [shape, dtype_name(dtype), at] for n, (shape, dtype, at) in (self.pieces or {}).items()}
-        text = json.dumps([self.root, self.files, entries, pieces])
+        text = json.dumps([self.root, self.files, entries, pieces, self.extra])
         return base64.b64encode(zlib.compress(text.encode())).decode()
 
     @classmethod
     def unpack(cls, packed: str) -> Index:
         """The inverse of `pack`, without `header_bytes`."""
-        root, files, entries, pieces = json.loads(zlib.decompress(base64.b64decode(packed)))
+        root, files, entries, pieces, extra = json.loads(zlib.decompress(base64.b64decode(packed)))
         found = {
             name: Entry(file, dtype_named(dtype), tuple(shape), offset)
             for name, (file, dtype, shape, offset) in entries.items()
@@ -107,7 +109,8 @@ class Index:
             )
             for name, (shape, dtype, parts) in pieces.items()
         }
-        return cls(root, tuple(map(tuple, files)), found, pieces=joined or None)
+        extra = None if extra is None else tuple(extra)
+        return cls(root, tuple(map(tuple, files)), found, pieces=joined or None, extra=extra)
 
 
 def read_text(path: Path) -> bytes:

@@ -7,12 +7,13 @@ models have tables of older names. Names without a counterpart on the other side
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from composer_dist import _torch
 from composer_dist.errors import CheckpointValueError
@@ -53,12 +54,31 @@ class Match:
     """Settings that scale the checkpoint's adapter in another way than the model's."""
     twins: list[tuple[str, Blueprint]] = field(default_factory=list)
     """First name of a tied tensor, and a second blueprint that the checkpoint has under another name."""
+    extra: dict[str, nn.Module] = field(default_factory=dict)
+    """The checkpoint's names of extra state to the modules that it is meant for."""
+    adapter: bool = False
+    """Whether the checkpoint is an adapter's."""
 
     def put(self, first: str, value: Blueprint, keys: tuple[str, ...]) -> None:
         """Add a tensor, which may be tied and have several names in the checkpoint."""
         if self.tensors.setdefault(first, value) is not value:
             self.twins.append((first, value))
         self.keys.setdefault(first, []).extend(keys)
+
+    def add_extra_state(self, structure: Structure, given: Sequence[str]) -> None:
+        """Find the module that each extra state of a checkpoint is meant for, by the names in `given`."""
+        owners = structure.extra_states
+        for key in given:
+            name = canonical_name(key)
+            found = [one for one in owners if any(f"{prefix}{one}" == name for prefix in _PREFIXES)]
+            found = found or [one for one in owners if one.endswith(f".{name}")]
+            if len(found) == 1:
+                self.extra[key] = owners[found[0]]
+            else:
+                self.unexpected.append(key)
+        here = {id(module) for module in self.extra.values()}
+        if not self.adapter:
+            self.missing += [name for name, module in owners.items() if id(module) not in here]
 
     def check(self, structure: Structure, entries: Mapping[str, Entry], strict: bool, path: Path) -> None:
         """Raise unless the checkpoint, which is at `path`, matches the model.
@@ -178,7 +198,7 @@ class _Names:
 
 
 def _match_adapter(names: _Names, given: Mapping[str, Blueprint], own: Mapping[str, str]) -> Match:
-    match = Match()
+    match = Match(adapter=True)
     for key, value in given.items():
         name = own.get(canonical_name(key))
         firsts = [names.exact[name]] if name in names.exact else names.plain.get(canonical_name(key), [])

@@ -17,6 +17,13 @@ def child_name(parent: str, key: str) -> str:
 
 
 _WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
+EXTRA_STATE = "_extra_state"
+"""The key of what a module's `get_extra_state` returns, in `state_dict()`."""
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether this is the name of a module's extra state, or of a part of it."""
+    return EXTRA_STATE in name.split(".")
 
 
 def canonical_name(name: str) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.structure.names import ancestors, canonical_name, child_name
+from composer_dist.structure.names import EXTRA_STATE, ancestors, canonical_name, child_name
 from composer_dist.tensors.inner import Inner, describe_inner
 from composer_dist.wording import listed
 
@@ -136,6 +136,15 @@ class Structure:
                 if name in found:
                     found[name].append(held.info)
         return found
+
+    @cached_property
+    def extra_states(self) -> dict[str, nn.Module]:
+        """The names of extra state in `state_dict()`, to the modules that have it."""
+        return {
+            child_name(canonical_name(path), EXTRA_STATE): module
+            for path, module in _walk(self.modules[""])
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
 
     @cached_property
     def digest(self) -> str:

@@ -21,6 +21,7 @@ from composer_dist.checkpoint import (
     load_pretrained,
     save_checkpoint,
 )
+from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.distributed import parallelize_model, prepare_fully_shard
 from composer_dist.distributed.moving import shares
 from composer_dist.errors import (
@@ -295,3 +296,112 @@ def test_files_that_fail_leave_the_model_as_it_was_or_marked(path: Path, tmp_pat
         load_pretrained(model, path)
     with pytest.raises(ParallelismRuntimeError, match="unusable.*the disk is gone"):
         model(tokens())
+
+
+class Unsafe:
+    """What `torch.load` does not make without leave."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unsafe)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Counting(nn.Module):
+    """Extra state of numbers, a tensor and an object, in a part that a wrapper may hide."""
+
+    def __init__(self, extra: Any = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def counting(extra: Any = None, seed: int = 1) -> Any:
+    return built(lambda: nn.Sequential(Counting(extra), nn.Linear(4, 4)), seed)
+
+
+def counted(tmp_path: Path, kind: str, extra: Any) -> tuple[Path, nn.Module]:
+    """A checkpoint, and the model that it was saved from."""
+    model, path = counting(extra, 3), tmp_path / kind
+    parallelize_model(model, config())
+    if kind != "bare":
+        save_checkpoint(path, {"model": model}, sharded=kind == "sharded")
+    elif dist.get_rank() == 0:
+        torch.save(counting(extra, 3).state_dict(), path)
+    dist.barrier()
+    return path, model
+
+
+def take(model: nn.Module, path: Path, way: str, strict: bool = True) -> None:
+    if way == "weights":
+        parallelize_model(model, ParallelismConfig(fsdp2=FSDP2Config(), strict=strict), weights=path)
+    else:
+        parallelize_model(model, config())
+        assert load_pretrained(model, path, strict=strict) == LoadResult([], [])
+
+
+@pytest.mark.promise(86)
+@pytest.mark.parametrize("kind", ["sharded", "file", "bare"])
+@on_ranks(2)
+def test_extra_state_in_a_checkpoint_is_set(tmp_path: Path, kind: str) -> None:
+    path, saved_model = counted(tmp_path, kind, {"n": 7, "t": torch.arange(3.0), "pair": (1, torch.ones(2))})
+    for way in ("weights", "load_pretrained"):
+        model = counting()
+        take(model, path, way)
+        same(values(model), values(saved_model))
+        extra = model[0].extra
+        assert (extra["n"], extra["pair"][0]) == (7, 1)
+        assert torch.equal(extra["t"], torch.arange(3.0))
+        assert torch.equal(extra["pair"][1], torch.ones(2))
+
+
+@pytest.mark.parametrize("kind", ["sharded", "file", "bare"])
+@on_ranks(2)
+def test_extra_state_on_one_side_only_is_named(tmp_path: Path, kind: str) -> None:
+    path, _ = counted(tmp_path, kind, {"t": torch.ones(2)})
+    other = nn.Sequential(nn.ModuleDict({"linear": nn.Linear(4, 4)}), nn.Linear(4, 4))
+    parallelize_model(other, config())
+    with fails_alike(CheckpointKeyError, "unexpected: 0._extra_state."):
+        load_pretrained(other, path)
+    assert load_pretrained(other, path, strict=False) == LoadResult([], ["0._extra_state"])
+    save_checkpoint(tmp_path / "without", {"model": other}, sharded=kind == "sharded")
+    model = counting("kept")
+    parallelize_model(model, config())
+    with fails_alike(CheckpointKeyError, "missing: 0._extra_state."):
+        load_pretrained(model, tmp_path / "without")
+    assert load_pretrained(model, tmp_path / "without", strict=False) == LoadResult(["0._extra_state"], [])
+    assert model[0].extra == "kept"
+
+
+@on_ranks(2)
+def test_extra_state_that_could_run_code_is_refused_or_missing(tmp_path: Path) -> None:
+    path, saved_model = counted(tmp_path, "sharded", Unsafe())
+    model = counting("kept")
+    parallelize_model(model, config())
+    before = values(model)
+    with fails_alike(
+        CheckpointValueError, "0._extra_state", "could run code", "strict=False leaves extra state out"
+    ):
+        load_pretrained(model, path)
+    same(values(model), before)
+    assert load_pretrained(model, path, strict=False) == LoadResult(["0._extra_state"], [])
+    same(values(model), values(saved_model))
+    assert model[0].extra == "kept"
+
+
+@on_ranks(2)
+def test_damaged_extra_state_is_noticed(tmp_path: Path) -> None:
+    path, _ = counted(tmp_path, "sharded", (1, torch.arange(4.0) + 0.123))
+    if dist.get_rank() == 0:
+        for file in path.glob("*.distcp"):
+            data, mark = file.read_bytes(), (torch.arange(4.0) + 0.123).numpy().tobytes()
+            file.write_bytes(data.replace(mark, mark[::-1]))
+    dist.barrier()
+    with fails_alike(CheckpointValueError, "is corrupt"):
+        load_pretrained(counting(), path)

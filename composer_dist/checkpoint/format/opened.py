@@ -3,8 +3,6 @@
 `Opened` is the same for our directories, our single files, and the files of other libraries.
 """
 
-import io
-import pickle
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -16,17 +14,24 @@ import torch
 from torch import Tensor
 
 from composer_dist.checkpoint.format import dcp
-from composer_dist.checkpoint.format.state_tree import Leaves, decode, encode, is_plain
+from composer_dist.checkpoint.format.state_tree import Leaves, encode, is_plain
 from composer_dist.checkpoint.storage.local import resolve
 from composer_dist.checkpoint.storage.place import place_of
-from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
-from composer_dist.files.checkpoint_format import DATA_FILE, NAME, Kind, Manifest, StoredFile, StoredObject
+from composer_dist.files.checkpoint_format import (
+    DATA_FILE,
+    NAME,
+    Kind,
+    Manifest,
+    StoredFile,
+    StoredObject,
+    decode,
+)
 from composer_dist.files.checksums import unseal, verify
+from composer_dist.files.find import read_object, read_whole
 from composer_dist.files.index import Index, check_inside
-from composer_dist.files.read import Files, open_files, read_slabs
-from composer_dist.files.slabs import plan_reads
-from composer_dist.files.torch_save import index_of, load, read_seal, read_torch_file, refusal
+from composer_dist.files.read import Files, open_files
+from composer_dist.files.torch_save import index_of, read_seal, read_torch_file
 from composer_dist.tensors.blueprint import Blueprint
 
 
@@ -137,27 +142,10 @@ class Opened:
         return self._object(path, place, files) if isinstance(place, StoredObject) else deepcopy(place)
 
     def _tensor(self, path: str, files: Files) -> Tensor:
-        blueprint = self.tensors[path]
-        whole = torch.empty(tuple(blueprint.shape), dtype=blueprint.dtype)
-        part = Layout(tuple(blueprint.shape)).part(Coordinate())
-        read_slabs(list(plan_reads(blueprint, self.index.entries, part, whole.view(-1))), files)
-        return whole
+        return read_whole(self.index, path, files)
 
     def _object(self, path: str, place: StoredObject, files: Files) -> Any:
-        buffer = torch.empty(place.nbytes, dtype=torch.uint8)
-        files.read(place.file, place.offset, [(buffer.data_ptr(), place.nbytes)])
-        data = io.BytesIO(buffer.numpy().tobytes())
-        try:
-            return load(data, self.allow_pickle)
-        except pickle.UnpicklingError as error:
-            raise CheckpointValueError(
-                f"{path} of {self.where} is an object that could run code: {refusal(error)} If you trust the "
-                "checkpoint's source, pass allow_pickle=True."
-            ) from error
-        except CheckpointValueError as error:
-            raise CheckpointValueError(f"{path} of {self.where} {error}") from error
-        except Exception as error:  # torch has several for what is not an archive
-            raise CheckpointValueError(f"{path} of {self.where} is corrupt: {refusal(error)}") from error
+        return read_object(f"{path} of {self.where}", place, files, self.allow_pickle)
 
 
 def open_checkpoint(where: str, allow_pickle: bool = False) -> Opened:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_dist.checkpoint.background import Buffers
-from composer_dist.checkpoint.format.state_tree import Leaves, decode, encode
+from composer_dist.checkpoint.format.state_tree import Leaves, encode
 from composer_dist.checkpoint.gather import agree_on, gather_full
 from composer_dist.checkpoint.storage.place import Place, complete, writing
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.files.checked import CheckedFile, Sink
+from composer_dist.files.checkpoint_format import decode
 from composer_dist.files.torch_save import LENGTH, block_for, seal_of
 from composer_dist.tensors.nested import tensors_in
 

@@ -5,8 +5,8 @@ structure, in JSON, keeps information that those paths lose: empty mappings, num
 It contains plain values, and the key paths of everything else.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer_dist.errors import CheckpointValueError, Faults
-from composer_dist.files.checkpoint_format import KeyPath
+from composer_dist.files.checkpoint_format import DICTS, KeyPath
 from composer_dist.tensors.nested import tensors_in
 
 _PLAIN = (str, int, float, bool, type(None))
-
-_DICTS = {"dict": dict, "ordered": OrderedDict}
 
 
 @dataclass
@@ -75,7 +73,7 @@ def join(path: KeyPath) -> str:
 
 def encode(path: KeyPath, value: Any, leaves: Leaves) -> Any:
     """The structure of a value in JSON types; adds its leaves to `leaves`."""
-    for tag, kind in _DICTS.items():
+    for tag, kind in DICTS.items():
         if type(value) is kind and all(type(key) in _PLAIN for key in value):
             pairs = [[key, encode((*path, str(key)), one, leaves)] for key, one in value.items()]
             return {tag: pairs}
@@ -85,22 +83,6 @@ def encode(path: KeyPath, value: Any, leaves: Leaves) -> Any:
     if isinstance(value, Tensor):
         return {"tensor": name}
     return {"plain": value} if is_plain(value) else {"object": name}
-
-
-def decode(code: Any, read: Callable[[str, str], Any]) -> Any:
-    """The inverse of `encode`.
-
-    Args:
-        read: returns a leaf from its tag ("tensor" or "object") and path.
-    """
-    ((tag, inner),) = code.items()
-    if tag == "plain":
-        return inner
-    if tag == "list":
-        return [decode(one, read) for one in inner]
-    if tag in _DICTS:
-        return _DICTS[tag]((key, decode(one, read)) for key, one in inner)
-    return read(tag, inner)
 
 
 def _is_terminal(value: list[Any]) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.mesh.mesh import Mesh
@@ -26,7 +27,7 @@ from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointValueError, ParallelismTypeError, ParallelismValueError
 from composer_dist.files import checksums
 from composer_dist.files.checkpoint_format import StoredFile
-from composer_dist.files.find import index_weights
+from composer_dist.files.find import index_weights, read_extra_state
 from composer_dist.files.index import Index
 from composer_dist.files.match import Match, match_names
 from composer_dist.files.read import Files, open_files, read_slabs
@@ -88,6 +89,8 @@ class Pretrained:
     """Sent and received by this rank for parts that several ranks hold."""
     path: Path | str = ""
     """The directory or file that the user named."""
+    extra: Sequence[tuple[nn.Module, Any]] = ()
+    """Modules and the extra state that they get."""
 
     @classmethod
     def open(
@@ -136,6 +139,8 @@ class Pretrained:
                 raise CheckpointValueError(f"There is no file or directory {here} on this rank's host.")
             _check_dense(structure, index, here)
             matched.append(match_names(structure, index.tensors, here, index.adapter))
+            if index.extra is not None:
+                matched[0].add_extra_state(structure, index.extra)
             matched[0].check(structure, index.entries, strict, here)
 
         check_same_files(root, index, agreement, match_them)
@@ -147,7 +152,17 @@ class Pretrained:
                 checksums.verify(files, stored, *parts, index.entries.values() if here.is_dir() else None)
         if match.twins:
             agreement.each("its tied tensors", lambda: _differing(match, index, root, parts), _check_twins)
-        return cls(index, root, match, agreement, read, path=here)
+        extra: list[tuple[nn.Module, Any]] = []
+        if index.extra:
+            with agreement.together("reading the extra state"):
+                extra = _read_extra(here, match, strict)
+        return cls(index, root, match, agreement, read, path=here, extra=extra)
+
+    def set_extra_state(self) -> None:
+        """Give modules their extra state; every rank calls it, after the tensors have their values."""
+        with self.agreement.together("the extra state"):
+            for module, value in self.extra:
+                module.set_extra_state(value)
 
     def warnings(self) -> list[str]:
         """What did not match, for callers with strict=False, and what does not fit the weights."""
@@ -265,6 +280,18 @@ def check_same_files(
             lambda: look(fingerprints) if mine else None,
             lambda all: check_same(names, all),
         )
+
+
+def _read_extra(path: Path, match: Match, strict: bool) -> list[tuple[nn.Module, Any]]:
+    """Modules and their extra state; if not `strict`, what cannot be read is missing."""
+    try:
+        values = read_extra_state(path)
+    except CheckpointValueError as error:
+        if strict:
+            raise CheckpointValueError(f"{error} strict=False leaves extra state out.") from error
+        match.missing.extend(match.extra)
+        return []
+    return [(module, values[name]) for name, module in match.extra.items()]
 
 
 def _check_dense(structure: Structure, index: Index, path: Path) -> None:
