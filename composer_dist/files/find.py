@@ -16,25 +16,29 @@ import torch
 
 from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
 from composer_dist.files.checkpoint_format import NAME, Manifest, StoredFile, StoredObject, decode
-from composer_dist.files.index import Index, check_inside, read_text
+from composer_dist.files.index import Entry, Index, Pieces, check_inside, read_text
 from composer_dist.files.other_libraries import model_in
 from composer_dist.files.read import Files, read_slabs
-from composer_dist.files.safetensors import read_index
+from composer_dist.files.safetensors import read_index, read_places
 from composer_dist.files.slabs import plan_reads
 from composer_dist.files.torch_save import index_of, load, read_seal, read_torch_file, refusal
 from composer_dist.structure.names import is_extra_state
 from composer_dist.tensors.parts import Part
+from composer_dist.wording import listed
 
 Weights = tuple[Index, list[StoredFile]]
 """The index of the tensors, and the files' checksums, if they have any."""
+_OLDER = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""The names that transformers gave to files of `torch.save`, or to their index, before safetensors."""
 
 
 def index_weights(path: Path) -> Weights:
     """The index of every tensor of a model, and the checksums of our own files.
 
     Args:
-        path: a directory or file of transformers, peft or `save_checkpoint`; or a file of `torch.save`
-            with a model's state, also one of Composer, Fabric or Lightning.
+        path: a directory or file of transformers (safetensors, or `pytorch_model.bin`), peft or
+            `save_checkpoint`; or a file of `torch.save` with a model's state, also one of Composer, Fabric or
+            Lightning.
 
     Raises:
         CheckpointValueError: the file does not exist, is damaged, or does not have exactly one model.
@@ -43,8 +47,11 @@ def index_weights(path: Path) -> Weights:
     try:
         if (path / NAME).is_file():
             return _of_checkpoint(path)
-        if path.is_file() and path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
-            return _of_file(path)
+        found = _older(path)
+        if found.is_file() and found.name.endswith(".bin.index.json"):
+            return _of_indexed_files(found), []
+        if found.is_file() and found.suffix != ".safetensors" and not found.name.endswith(".index.json"):
+            return _of_file(found)
     except OSError as error:
         raise CheckpointRuntimeError(f"Cannot read {error.filename or path}: {error.strerror}.") from error
     return read_index(path), []
@@ -131,13 +138,38 @@ def _manifest_of(path: Path) -> tuple[Manifest, str]:
     return manifest, models[0]
 
 
+def _older(path: Path) -> Path:
+    """The files of `torch.save` in a directory of transformers without safetensors; else the path itself."""
+    if not path.is_dir() or any(path.glob("*.safetensors*")):
+        return path
+    known = [name for name in _OLDER if (path / name).is_file()]
+    check_inside(path, known)
+    return path / known[0] if known else path
+
+
+def _of_indexed_files(path: Path) -> Index:
+    """The files of `torch.save` that an index names."""
+    sizes: list[tuple[str, int]] = []
+    entries: dict[str, Entry] = {}
+    pieces: dict[str, Pieces] = {}
+    for number, (file, named) in enumerate(read_places(path, "torch.save").items()):
+        contents = read_torch_file(path.parent / file)
+        found = contents if isinstance(contents, Mapping) else {}
+        if absent := sorted(named - found.keys()):
+            raise CheckpointValueError(
+                f"The index puts {listed(absent)} in {file}, but that file does not have them."
+            )
+        index = index_of(path.parent / file, _tensors({name: found[name] for name in named}))
+        sizes.append((file, index.files[0][1]))
+        entries |= {name: replace(entry, file=number) for name, entry in index.entries.items()}
+        pieces |= index.pieces or {}
+    return Index(str(path.parent), tuple(sizes), entries, pieces=pieces)
+
+
 def _of_file(path: Path) -> Weights:
     seal, model = read_seal(path), _model_of(path)
     extra = tuple(name for name in model if is_extra_state(name))
-    tensors = {
-        name: value for name, value in model.items() if isinstance(value, torch.Tensor) and name not in extra
-    }
-    return replace(index_of(path, tensors), extra=extra), [seal] if seal else []
+    return replace(index_of(path, _tensors(model)), extra=extra), [seal] if seal else []
 
 
 def _model_of(path: Path, values: bool = False) -> Mapping[str, Any]:
@@ -148,3 +180,10 @@ def _model_of(path: Path, values: bool = False) -> Mapping[str, Any]:
             f"{path} has no model or several, but exactly one is needed; load_checkpoint loads them by key."
         )
     return model
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """A model's tensors, without its extra state."""
+    return {
+        name: one for name, one in state.items() if isinstance(one, torch.Tensor) and not is_extra_state(name)
+    }

@@ -95,6 +95,8 @@ def _find(path: Path) -> Path:
     pickled = [name for name in there if name.endswith((".bin", ".pt", ".pth"))]
     adapters = sorted(path.glob("*/adapter_config.json"))
     remedy = f" Pass the file itself: {path / pickled[0]}." if pickled else ""
+    if any("-of-" in name for name in pickled):
+        remedy = " Load the model with from_pretrained, and save it as safetensors with save_pretrained."
     if adapters and not pickled:
         remedy = f" Pass the directory of one adapter: {adapters[0].parent}."
     raise CheckpointValueError(
@@ -105,13 +107,24 @@ def _find(path: Path) -> Path:
 
 def _read_sharded(path: Path) -> Index:
     """The files of an index; checks that each tensor is in the file that the index names."""
+    files = read_places(path)
+    return _collect(path.parent, files, {name: file for file, named in files.items() for name in named})
+
+
+def read_places(path: Path, kind: str = "safetensors") -> dict[str, set[str]]:
+    """The files that an index of weights names, and the tensors that it puts in each.
+
+    Raises:
+        CheckpointValueError: it is not an index of files of this kind, or names files that do not exist or
+            are outside of its directory.
+    """
     contents = read_text(path)
     try:
         weight_map = json.loads(contents.decode(), object_pairs_hook=_once)["weight_map"]
         spelled = {file: str(Path(file)) for file in set(weight_map.values())}  # few, for many tensors
         places = {str(name): spelled[file] for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointValueError(f"{path} is not an index of safetensors files: {error!r}.") from error
+        raise CheckpointValueError(f"{path} is not an index of {kind} files: {error!r}.") from error
     check_count(str(path), len(places))
     files: dict[str, set[str]] = {}
     for name, file in places.items():
@@ -129,7 +142,7 @@ def _read_sharded(path: Path) -> Index:
             )
     if not files:
         raise CheckpointValueError(f"{path} names no tensors.")
-    return _collect(path.parent, dict(sorted(files.items())), places)
+    return dict(sorted(files.items()))
 
 
 def _collect(

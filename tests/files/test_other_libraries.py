@@ -1,5 +1,6 @@
-"""Single-file checkpoints of Lightning Fabric, PyTorch Lightning and Composer, in the layouts they write."""
+"""Checkpoints of other libraries, in the layouts they write: Fabric, Lightning, Composer, transformers."""
 
+import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from composer_dist.checkpoint import load_checkpoint
+from composer_dist.checkpoint import full_model_state, load_checkpoint
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed.prepare import parallelize_model
+from composer_dist.errors import CheckpointValueError
+from composer_dist.files.find import index_weights
 from tests.kit.compare import full
 from tests.kit.runs import assert_same, snapshot, start, train
 from tests.kit.toy import stateful
@@ -72,3 +76,50 @@ def test_as_weights(saved: Path, layout: Any) -> None:
     model = stateful(4)
     parallelize_model(model, FSDP2Config(), weights=saved)
     assert torch.equal(full(model.scale), trained()[0].scale)
+
+
+def in_two_files(state: dict[str, Any], directory: Path, **places: str) -> Path:
+    """As transformers wrote a large model before safetensors; `places` change the index."""
+    names = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
+    home = {name: names[number % 2] for number, name in enumerate(state)}
+    for file in names:
+        torch.save({name: state[name] for name in state if home[name] == file}, directory / file)
+    index = directory / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": home | places}))
+    return index
+
+
+@pytest.mark.parametrize("given", ["directory", "index", "one file"])
+@on_ranks(2)
+def test_torch_files_of_transformers(tmp_path: Path, given: str) -> None:
+    state, directory = trained()[0].state_dict(), tmp_path / str(dist.get_rank())
+    directory.mkdir()
+    index = in_two_files(state, directory)
+    if given == "one file":
+        index.unlink()
+        torch.save(state, directory / "pytorch_model.bin")
+    model = stateful(4)
+    parallelize_model(model, FSDP2Config(), weights=index if given == "index" else directory)
+    for name, value in full_model_state(model, ranks="all").items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, state[name]), name
+
+
+@pytest.mark.parametrize(
+    ("places", "text"),
+    [
+        ({"c": "pytorch_model-00001-of-00002.bin"}, "puts c in pytorch_model-00001-of-00002.bin, but that f"),
+        ({"b": "other.bin"}, "puts b in other.bin, but that file does not exist"),
+        ({"b": "../other.bin"}, "puts 'b' outside of its directory"),
+    ],
+)
+def test_wrong_indices_of_torch_files_are_refused(tmp_path: Path, places: Any, text: str) -> None:
+    in_two_files({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path, **places)
+    with pytest.raises(CheckpointValueError, match=text):
+        index_weights(tmp_path)
+
+
+def test_files_without_an_index_are_not_taken_for_the_model(tmp_path: Path) -> None:
+    in_two_files({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path).unlink()
+    with pytest.raises(CheckpointValueError, match="and save it as safetensors with save_pretrained"):
+        index_weights(tmp_path)
