@@ -27,6 +27,8 @@ from composer_dist.tensors.parts import Dims, contiguous_strides, covers
 from composer_dist.wording import dtype_name, listed
 
 NAME = "checkpoint.json"
+METADATA = ".metadata"
+"""The file that torch.distributed.checkpoint reads first; ours ends in its checksum."""
 DATA_FILE = re.compile(r"__[0-9]{1,9}_[0-9a-f]{8}\.distcp")
 """Names of data files; the end is the token of one save. No other file of a checkpoint is read or removed."""
 VERSION = 1

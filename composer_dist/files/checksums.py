@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from queue import SimpleQueue
 
 from composer_dist.errors import CheckpointValueError
-from composer_dist.files.checkpoint_format import StoredFile
+from composer_dist.files.checkpoint_format import METADATA, StoredFile
 from composer_dist.files.index import Entry
 from composer_dist.files.read import Files
 from composer_dist.files.slabs import MIB, THREADS, in_threads
@@ -29,6 +29,19 @@ def unseal(sealed: bytes) -> bytes | None:
     """The text that was sealed; None if any of it has changed."""
     text = sealed[: -len(_SEAL) - 8]
     return text if sealed == seal(text) else None
+
+
+def check_ours(directory: object, metadata: bytes | None) -> None:
+    """Raise if a directory's `.metadata` is not ours; None means that it has none.
+
+    Raises:
+        CheckpointValueError: torch.distributed.checkpoint wrote it, or it is damaged.
+    """
+    if metadata is not None and unseal(metadata) is None:
+        raise CheckpointValueError(
+            f"{directory} has a {METADATA} of torch.distributed.checkpoint. Convert the directory with "
+            "torch.distributed.checkpoint.format_utils.dcp_to_torch_save(directory, file), and pass the file."
+        )
 
 
 def verify(

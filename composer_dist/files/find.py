@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
-from composer_dist.files.checkpoint_format import NAME, Manifest, StoredFile, StoredObject, decode
+from composer_dist.files.checkpoint_format import METADATA, NAME, Manifest, StoredFile, StoredObject, decode
+from composer_dist.files.checksums import check_ours
 from composer_dist.files.index import Entry, Index, Pieces, check_inside, read_text
 from composer_dist.files.other_libraries import model_in
 from composer_dist.files.read import Files, read_slabs
@@ -143,7 +144,8 @@ def _older(path: Path) -> Path:
     if not path.is_dir() or any(path.glob("*.safetensors*")):
         return path
     known = [name for name in _OLDER if (path / name).is_file()]
-    check_inside(path, known)
+    check_inside(path, [*known, METADATA])
+    check_ours(path, read_text(path / METADATA) if (path / METADATA).is_file() else None)
     return path / known[0] if known else path
 
 

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from composer_dist.checkpoint import full_model_state, load_checkpoint
+from composer_dist.checkpoint import full_model_state, load_checkpoint, load_pretrained
 from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed.prepare import parallelize_model
 from composer_dist.errors import CheckpointValueError
 from composer_dist.files.find import index_weights
-from tests.kit.compare import full
+from tests.kit.compare import fails_alike, full
 from tests.kit.runs import assert_same, snapshot, start, train
 from tests.kit.toy import stateful
 from tests.kit.world import on_ranks
@@ -123,3 +125,20 @@ def test_files_without_an_index_are_not_taken_for_the_model(tmp_path: Path) -> N
     in_two_files({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path).unlink()
     with pytest.raises(CheckpointValueError, match="and save it as safetensors with save_pretrained"):
         index_weights(tmp_path)
+
+
+@on_ranks(2)
+def test_directories_of_torch_have_a_remedy_that_works(tmp_path: Path) -> None:
+    state, model = trained()[0].state_dict(), start("fsdp2", stateful, 1)[0]
+    directory, file = tmp_path / "dcp", tmp_path / "converted.pt"
+    dcp.save({"model": state}, checkpoint_id=directory)
+    remedy = "torch.distributed.checkpoint.format_utils.dcp_to_torch_save(directory, file), and pass the file"
+    with fails_alike(CheckpointValueError, str(directory), remedy):
+        load_pretrained(model, directory)
+    with fails_alike(CheckpointValueError, str(directory), remedy):
+        load_checkpoint(directory, {"model": model})
+    if dist.get_rank() == 0:
+        dcp_to_torch_save(directory, file)
+    dist.barrier()
+    load_pretrained(model, file)
+    assert torch.equal(full(model.scale), state["scale"])

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from composer_dist import _torch
-from composer_dist.files.checkpoint_format import KeyPath, Manifest
+from composer_dist.files.checkpoint_format import METADATA, KeyPath, Manifest
 from composer_dist.files.checksums import seal
 
-NAME = ".metadata"
+NAME = METADATA
 _VERSION = "1.0.0"
 """The version that torch 2.5 and later writes."""
 

@@ -27,7 +27,7 @@ from composer_dist.files.checkpoint_format import (
     StoredObject,
     decode,
 )
-from composer_dist.files.checksums import unseal, verify
+from composer_dist.files.checksums import check_ours, unseal, verify
 from composer_dist.files.find import read_object, read_whole
 from composer_dist.files.index import Index, check_inside
 from composer_dist.files.read import Files, open_files
@@ -175,6 +175,7 @@ def _open_directory(where: str, root: Path | str, allow_pickle: bool) -> Opened:
         check_inside(root, [NAME, dcp.NAME])
     mark = place.read(NAME)
     if mark is None:
+        check_ours(where, place.read(dcp.NAME))
         hint = (
             " It contains checkpoints; pass one of them, or latest_checkpoint(...)." if place.inside() else ""
         )
