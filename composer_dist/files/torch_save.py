@@ -112,8 +112,9 @@ def read_torch_file(path: Path, allow_pickle: bool = False, values: bool = False
         raise CheckpointValueError(f"{path} {error}") from error
     except pickle.UnpicklingError as error:
         raise CheckpointValueError(
-            f"{path} holds objects that could run code: {refusal(error)} If you trust its source, pass "
-            "allow_pickle=True."
+            f"{path} holds objects that could run code: {refusal(error)} If you trust its source, load it "
+            "with torch.load(..., weights_only=False), and save a state_dict() alone with torch.save; or "
+            "pass allow_pickle=True to load_checkpoint, which takes files with keys."
         ) from error
     except OSError as error:
         raise CheckpointRuntimeError(f"Cannot read {path}: {error.strerror or error}.") from error

@@ -142,3 +142,20 @@ def test_directories_of_torch_have_a_remedy_that_works(tmp_path: Path) -> None:
     dist.barrier()
     load_pretrained(model, file)
     assert torch.equal(full(model.scale), state["scale"])
+
+
+@on_ranks(2)
+def test_pickled_modules_have_a_remedy_that_works(tmp_path: Path) -> None:
+    model, file = start("fsdp2", stateful, 1)[0], tmp_path / f"{dist.get_rank()}.pt"
+    torch.save(trained()[0], file)
+    text = (
+        "torch.load(..., weights_only=False), and save a state_dict() alone with torch.save; or pass allow_p"
+    )
+    with fails_alike(CheckpointValueError, "0.pt holds objects that could run code", text):
+        load_pretrained(model, tmp_path / "0.pt")
+    with fails_alike(CheckpointValueError, "a Stateful, not a mapping", "and save a state_dict() with torch"):
+        load_checkpoint(tmp_path / "0.pt", {"model": model}, allow_pickle=True)
+    torch.save(torch.load(file, weights_only=False).state_dict(), file)
+    dist.barrier()
+    load_pretrained(model, tmp_path / "0.pt")
+    assert torch.equal(full(model.scale), trained()[0].scale)

@@ -204,7 +204,8 @@ def _open_file(path: Path, allow_pickle: bool) -> Opened:
     contents = read_torch_file(path, allow_pickle)
     if not isinstance(contents, Mapping):
         raise CheckpointValueError(
-            f"{path} contains a {type(contents).__name__}, not a mapping of a checkpoint's keys."
+            f"{path} contains a {type(contents).__name__}, not a mapping of a checkpoint's keys. Load it "
+            "with torch.load, and save a state_dict() with torch.save."
         )
     leaves = Leaves()
     try:
