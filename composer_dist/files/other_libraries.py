@@ -68,14 +68,20 @@ def normalized(contents: Any) -> Any:
 
 
 def model_in(contents: Any) -> Mapping[str, Tensor] | None:
-    """The only model state in the contents of a file: the contents, or the value of one key."""
+    """The only model state in the contents of a file: the value of one key, or the contents.
+
+    Beside a model by its key there may be other tensors; in a bare state, only extra state is a mapping.
+    """
     if not isinstance(contents, Mapping):
         return None
-    for found in (contents, contents.get("model")):
-        if _is_model(found):
-            return found
-    models = [value for value in contents.values() if _is_model(value)]
-    return models[0] if len(models) == 1 else None
+    models = {
+        key: value
+        for key, value in contents.items()
+        if _is_model(value) and not str(key).endswith("_extra_state")
+    }
+    if not models and _is_model(contents):
+        return contents
+    return models.get("model") if len(models) != 1 else next(iter(models.values()))
 
 
 def _is_model(value: Any) -> TypeGuard[Mapping[str, Tensor]]:

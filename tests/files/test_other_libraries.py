@@ -17,6 +17,7 @@ from composer_dist.config.fully_shard import FSDP2Config
 from composer_dist.distributed.prepare import parallelize_model
 from composer_dist.errors import CheckpointValueError
 from composer_dist.files.find import index_weights
+from composer_dist.files.other_libraries import model_in
 from tests.kit.compare import fails_alike, full
 from tests.kit.runs import assert_same, snapshot, start, train
 from tests.kit.toy import stateful
@@ -159,3 +160,24 @@ def test_pickled_modules_have_a_remedy_that_works(tmp_path: Path) -> None:
     dist.barrier()
     load_pretrained(model, tmp_path / "0.pt")
     assert torch.equal(full(model.scale), trained()[0].scale)
+
+
+STATE = {"a.weight": torch.ones(2), "a._extra_state": {"amax": torch.ones(1)}}
+OTHER = {"mean": torch.zeros(3)}
+
+
+@pytest.mark.parametrize(
+    ("contents", "found"),
+    [
+        (STATE, STATE),
+        ({"model": STATE, "best_loss": torch.ones(())}, STATE),
+        ({"state_dict": STATE, "best_loss": torch.ones(()), "epoch": 3}, STATE),
+        ({"model": STATE, "normalization": OTHER, "best_loss": torch.ones(())}, STATE),
+        ({"generator": STATE, "discriminator": OTHER}, None),
+        ({"model": torch.ones(2)}, {"model": torch.ones(2)}),
+        ({"epoch": 3}, None),
+        ([STATE], None),
+    ],
+)
+def test_the_model_in_a_file(contents: Any, found: Any) -> None:
+    assert repr(model_in(contents)) == repr(found)
