@@ -78,9 +78,10 @@ def decide_sources(
         found["states"] = findings[0]["states"]
         found["same_states"] = all(f["states"] == findings[0]["states"] for f in findings)
         if not found["same_states"] and not found["rank0"]:
+            rank0 = "" if disk else ", or use rank 0's with sync='rank0'"
             raise ParallelismValueError(
                 "The ranks' optimizers hold different state, or their parameters different pending "
-                "gradients; bring all ranks to the same step, or use rank 0's with sync='rank0'."
+                f"gradients; bring all ranks to the same step{rank0}."
             )
         return found
 
@@ -103,7 +104,7 @@ def decide_sources(
             one.label: value for one, value in states if isinstance(value, torch.Tensor) and not value.is_meta
         }
     if local or (verdict["states"] and not rank0):
-        _verify(agreement, compared)
+        _verify(agreement, compared, bool(disk))
     return Sources(
         rank0=rank0,
         init=init,
@@ -144,8 +145,12 @@ def _sort(
     return {"rank0": sorted(rank0), "init": sorted(nowhere), "kept": sorted(kept)}
 
 
-def _verify(agreement: Agreement, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise unless all ranks hold the same values of these tensors, by hash."""
+def _verify(agreement: Agreement, tensors: Mapping[str, torch.Tensor], reading: bool) -> None:
+    """Raise unless all ranks hold the same values of these tensors, by hash.
+
+    Args:
+        reading: other tensors are read from files, so that rank 0's cannot be used.
+    """
     if len(agreement.ranks) == 1:
         return
     hashes = [fingerprint(tensor) for tensor in tensors.values()]
@@ -156,6 +161,12 @@ def _verify(agreement: Agreement, tensors: Mapping[str, torch.Tensor]) -> None:
     def name_them(findings: list[list[int]]) -> None:
         rows = zip(tensors, zip(*findings, strict=True), strict=True)
         different = [name for name, row in rows if len(set(row)) > 1]
+        if reading:
+            raise ParallelismValueError(
+                f"The ranks hold different values of {listed(different)}, which the files lack. Seed every "
+                "rank identically before building the model (and clear gradients), or build it inside of "
+                "init_context, so that they are initialized alike."
+            )
         raise ParallelismValueError(
             f"The ranks hold different values of {listed(different)}. Seed every rank identically before "
             "building the model (and clear gradients), or use rank 0's values with sync='rank0'."

@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM
 
 from composer_dist import DDPConfig
 from composer_dist.checkpoint import load_pretrained
-from composer_dist.distributed import parallelize_composer_model, parallelize_model
+from composer_dist.distributed import init_context, parallelize_composer_model, parallelize_model
 from composer_dist.distributed.mesh.layout import Layout
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.moving import shares
@@ -320,6 +320,20 @@ def test_lenient_what_the_files_lack_comes_from_where_it_would(tmp_path: Path) -
     found = values(model)
     same({n: found[n] for n in found.keys() - lacking}, {n: expected[n] for n in found.keys() - lacking})
     assert all(found[name].std() > 0 for name in lacking)
+
+
+@on_ranks(2)
+def test_new_tensors_of_other_seeds_have_a_remedy_that_works(tmp_path: Path) -> None:
+    path, model = shared_file(tmp_path, row=None), built(seed=dist.get_rank())
+    texts = "values of row, which the files lack", "or build it inside of init_context"
+    with fails_alike(ParallelismValueError, *texts) as error:
+        parallelize_model(model, config(strict=False), weights=path)
+    assert "sync=" not in str(error.value)
+    with init_context():
+        model = Toy()
+    with pytest.warns(UserWarning, match="lacks these, .*: row"):
+        parallelize_model(model, config(strict=False), weights=path)
+    assert model.row.shape == (1, 8)
 
 
 class Scaled(nn.Module):
