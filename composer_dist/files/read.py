@@ -10,11 +10,12 @@ remote file system that fsspec supports are read by their URL in the same way.
 import ctypes
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self
+from weakref import finalize
 
 import torch
 
@@ -27,41 +28,69 @@ _WORTH = 512
 """Rows of at least this many bytes are read separately; shorter ones with the gaps between them."""
 _VECTORS = 1024
 """Most pieces of memory in one read: the kernel's IOV_MAX."""
+_MOST_OPEN = 128
+"""Files that are open at a time; a process may often open 1024, and on some systems 256."""
+
+
+class OpenFile:
+    """A file of a known size, open until nothing refers to it."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        """Open the file and check its size; raises as `Files` does."""
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise CheckpointRuntimeError(f"Cannot read {path}: {error.strerror}.") from error
+        self.close = finalize(self, os.close, self.descriptor)
+        if (here := os.fstat(self.descriptor).st_size) != size:
+            self.close()
+            raise CheckpointValueError(
+                f"{path} has {here} bytes, but {size} are expected: it was truncated or changed, or the "
+                "ranks see different files."
+            )
 
 
 class Files:
-    """Open files of known sizes; a context manager."""
+    """Files of known sizes, of which the last used ones are open; a context manager."""
 
     def __init__(self, root: Path, sizes: Sequence[tuple[str, int]]) -> None:
-        """Open all files and check their sizes.
+        """Open each file and check its size.
 
         Raises:
             CheckpointRuntimeError: a file does not exist or cannot be opened.
             CheckpointValueError: a file's size differs from the size when its header was read.
         """
         self.paths = [root / name for name, _ in sizes]
-        self.descriptors: list[int] = []
-        self._stack = ExitStack()
-        with self._stack:
-            for path, (_, size) in zip(self.paths, sizes, strict=True):
-                try:
-                    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-                except OSError as error:
-                    raise CheckpointRuntimeError(f"Cannot read {path}: {error.strerror}.") from error
-                self._stack.callback(os.close, descriptor)
-                self.descriptors.append(descriptor)
-                if (here := os.fstat(descriptor).st_size) != size:
-                    raise CheckpointValueError(
-                        f"{path} has {here} bytes, but {size} are expected: it was truncated or changed, or "
-                        "the ranks see different files."
-                    )
-            self._stack = self._stack.pop_all()
+        self._sizes = [size for _, size in sizes]
+        self._open: dict[int, OpenFile] = {}
+        self._lock = Lock()
+        try:
+            for number in range(len(sizes)):
+                self.opened(number)
+        except BaseException:
+            self._close()
+            raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self._stack.close()
+        self._close()
+
+    def opened(self, number: int) -> OpenFile:
+        """A file, which stays open for as long as the caller refers to it."""
+        found = self._open.get(number)
+        if found is None:
+            found = OpenFile(self.paths[number], self._sizes[number])
+            with self._lock:
+                if len(self._open) >= _MOST_OPEN:  # reads are in the order of the files
+                    del self._open[next(iter(self._open))]
+                self._open[number] = found
+        return found
+
+    def _close(self) -> None:
+        for file in self._open.values():
+            file.close()
 
     def read(self, number: int, offset: int, memory: Sequence[tuple[int, int]], fresh: bool = False) -> None:
         """Fill pieces of memory, (address, bytes) each, one after the other from one offset in a file.
@@ -72,7 +101,7 @@ class Files:
         Raises:
             CheckpointRuntimeError: the system reports an error, or the file ends too early.
         """
-        path, left = self.paths[number], list(reversed(memory))
+        path, file, left = self.paths[number], self.opened(number), list(reversed(memory))
         while left:
             address, size = left[-1]
             now = [(address, min(size, STEP))] if fresh and size > STEP else left[::-1]
@@ -80,7 +109,7 @@ class Files:
                 provide(*one)
             views = [(ctypes.c_char * size).from_address(address) for address, size in now]
             try:
-                got = os.preadv(self.descriptors[number], views, offset)
+                got = os.preadv(file.descriptor, views, offset)
             except OSError as error:
                 raise CheckpointRuntimeError(f"Cannot read {path}: {error.strerror}.") from error
             if not got:
@@ -223,7 +252,7 @@ class RemoteFiles(Files):
 
     def __init__(self, url: str, sizes: Sequence[tuple[str, int]]) -> None:
         self._system, root = file_system(url)
-        self._stack = ExitStack()
+        self._open = {}
         self.paths = [Path(root, name) for name, _ in sizes]
         self._names = [f"{root}/{name}" for name, _ in sizes]
         for name, (_, size) in zip(self._names, sizes, strict=True):

@@ -27,19 +27,19 @@ _COMPARED = 1 << 20
 
 def identities(files: Files) -> list[str]:
     """What is equal for ranks that open the same files on the same host."""
-    found = [os.fstat(descriptor) for descriptor in files.descriptors]
+    found = [os.fstat(files.opened(number).descriptor) for number in range(len(files.paths))]
     return [f"{socket.gethostname()} {one.st_dev} {one.st_ino} {one.st_mtime_ns}" for one in found]
 
 
 def fingerprints(files: Files) -> list[int]:
     """Of each file a CRC-32 of its contents, or of blocks that lie evenly in it if the files are large."""
-    sizes = [os.fstat(descriptor).st_size for descriptor in files.descriptors]
+    sizes = [os.fstat(files.opened(number).descriptor).st_size for number in range(len(files.paths))]
     step = max(_BLOCK, _BLOCK * sum(sizes) // _WHOLE)
     found = []
-    for descriptor, size in zip(files.descriptors, sizes, strict=True):
-        crc = 0
+    for number, size in enumerate(sizes):
+        file, crc = files.opened(number), 0
         for offset in (*range(0, size, step), max(0, size - _BLOCK)):
-            crc = zlib.crc32(os.pread(descriptor, _BLOCK, offset), crc)
+            crc = zlib.crc32(os.pread(file.descriptor, _BLOCK, offset), crc)
         found.append(crc)
     return found
 

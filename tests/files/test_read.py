@@ -1,7 +1,11 @@
 """Reads: every part of every layout arrives, cast and rearranged, with as few bytes as can be."""
 
 import itertools
+import json
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from composer_dist.files import slabs as slab_work
 from composer_dist.files.index import Index
 from composer_dist.files.read import Files, read_slabs
 from composer_dist.files.safetensors import read_index
+from composer_dist.files.same import fingerprints, identities
 from composer_dist.files.slabs import Slab, plan_reads
 from composer_dist.progress import Stage
 from composer_dist.tensors.blueprint import Blueprint
@@ -136,3 +141,34 @@ def test_files_that_are_not_what_they_were_are_refused(tmp_path: Path) -> None:
     os.unlink(tmp_path / "all.safetensors")
     with pytest.raises(CheckpointRuntimeError, match=r"Cannot read .*all.safetensors: No such file"):
         Files(tmp_path, index.files)
+
+
+@contextmanager
+def most_files(more: int) -> Iterator[None]:
+    """This process may open so many files beside those that are open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    last = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1 + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_files_than_may_be_open(tmp_path: Path) -> None:
+    places = {f"{number:03}": f"{number:03}.safetensors" for number in range(300)}
+    for name, file in places.items():
+        save_file({name: torch.full((9,), float(name))}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    index, whole, slabs = read_index(tmp_path), Layout((9,)), []
+    targets = {name: torch.zeros(9) for name in places}
+    for name, local in targets.items():
+        blueprint = Blueprint.stored(name, (9,), torch.float32)
+        slabs += plan_reads(blueprint, index.entries, whole.part(Coordinate()), local)
+    before = len(os.listdir("/proc/self/fd"))
+    with most_files(140), Files(tmp_path, index.files) as files:
+        assert read_slabs(slabs, files) == 300 * 36
+        assert read_slabs(slabs[:5] + slabs[-5:], files) == 10 * 36
+        assert len(set(identities(files))) == len(set(fingerprints(files))) == 300
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert all(torch.equal(local, torch.full((9,), float(name))) for name, local in targets.items())
