@@ -58,6 +58,7 @@ def load_checkpoint(
 
     Returns:
         The other values in the checkpoint, by key; states of models and optimizers only if `state` is None.
+        A single file does not record which are models: there, it is the mapping of tensors named "model".
 
     Raises:
         CheckpointKeyError: names that are missing or unexpected, all of them.
@@ -167,10 +168,12 @@ def _as_bare(opened: Opened) -> Opened:
 
 
 def _rest(opened: Opened, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values that `state` does not have; warns of values that only an unsafe reader could read."""
+    """Other values that `state` does not have; warns of values that only an unsafe reader could read."""
     rest: dict[str, Any] = {}
     for key, code in opened.structure.items():
-        if key in state or stored_kind(opened, key) != "value":
+        kind = stored_kind(opened, key)
+        known = key in opened.kinds or key == "model" or kind == "optimizer"
+        if key in state or (kind != "value" and known):
             continue
         try:
             rest[key] = opened.value(code)

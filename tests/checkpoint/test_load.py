@@ -242,6 +242,21 @@ def test_shards_among_the_values(tmp_path: Path) -> None:
     equal(*({name: v.full_tensor() for name, v in values.items()} for values in (state["ema"], averages)))
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+@on_ranks(2)
+def test_tensors_by_name_are_returned(tmp_path: Path, sharded: bool) -> None:
+    model, optimizer = start("fsdp2", stateful, 0)
+    values = {"mean": torch.arange(3.0), "std": torch.ones(3)}
+    state = {"model": model, "optimizer": optimizer, "normalization": values, "epoch": 3}
+    save_checkpoint(tmp_path / "c", state, sharded=sharded)
+    for asked in ({"model": model}, {"optimizer": optimizer}):
+        rest = load_checkpoint(tmp_path / "c", asked, model=model)
+        assert set(rest) == {"normalization", "epoch"}
+        equal(rest["normalization"], values)
+    save_checkpoint(tmp_path / "d", {"net": model, "normalization": values}, sharded=sharded)
+    equal(load_checkpoint(tmp_path / "d", {"net": model})["normalization"], values)
+
+
 class Broken:
     def state_dict(self) -> dict[str, Any]:
         return {"place": 1}

@@ -44,6 +44,9 @@ def write(model: Any, path: Path, **options: Any) -> None:
         model.save_pretrained(path, **options)
 
 
+SCALE = {"mean": torch.zeros(3), "std": torch.ones(3)}
+
+
 def trained() -> tuple[Any, torch.optim.Optimizer]:
     model = HuggingFaceModel(pretrained_llama(tied=True), tokenizer())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -56,7 +59,7 @@ def trained() -> tuple[Any, torch.optim.Optimizer]:
 def save(directory: Path) -> None:
     model, optimizer = trained()
     parallelize_model(model, FSDP2Config(), optimizer)
-    state = {"model": model, "optimizer": optimizer, "steps": 7, "note": "a run"}
+    state = {"model": model, "optimizer": optimizer, "steps": 7, "note": "a run", "scale": SCALE}
     save_checkpoint(directory / "sharded", state)
     save_checkpoint(directory / "whole.pt", state, sharded=False)
 
@@ -67,7 +70,9 @@ def same_run(path: Path) -> None:
     model = HuggingFaceModel(pretrained_llama(tied=True).apply(zero), tokenizer())
     optimizer = torch.optim.AdamW(model.parameters())
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "steps": 0}
-    assert load_checkpoint(path, state) == {"note": "a run"}
+    rest = load_checkpoint(path, state)
+    same(rest.pop("scale"), SCALE)
+    assert rest == {"note": "a run"}
     assert state["steps"] == 7
     same(model.state_dict(), expected.state_dict())
     for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
@@ -88,7 +93,8 @@ def test_runs_between_directories_files_and_models(tmp_path: Path) -> None:
     write(pretrained_llama(tied=True), like)
     tokenizer().save_pretrained(like)
     convert(tmp_path / "sharded", tmp_path / "made.pt")
-    assert set(torch.load(tmp_path / "made.pt", weights_only=True)) == {"model", "optimizer", "steps", "note"}
+    keys = {"model", "optimizer", "steps", "note", "scale"}
+    assert set(torch.load(tmp_path / "made.pt", weights_only=True)) == keys
     convert(tmp_path / "whole.pt", tmp_path / "made", "--to", "sharded")
     for made in ("made.pt", "made"):
         same_run(tmp_path / made)

@@ -30,7 +30,9 @@ def stored_kind(opened: Opened, key: str) -> Kind:
     """The kind of a key in a checkpoint: as recorded, or guessed."""
     if key in opened.kinds:
         return opened.kinds[key]
-    return next(name for name, kind in KINDS.items() if kind.guess(opened.structure[key]))
+    found = next(name for name, kind in KINDS.items() if kind.guess(opened.structure[key]))
+    beside = key != "model" and "model" in opened.structure and model.guess(opened.structure["model"])
+    return "value" if found == "model" and beside else found  # tensors by name need not be a model
 
 
 def extract(key: str, content: Any, models: list[nn.Module], filters: Filters, whole: bool) -> Any:

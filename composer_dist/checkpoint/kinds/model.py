@@ -47,9 +47,10 @@ def extract(key: str, value: Any, models: list[nn.Module], chosen: Chosen | None
 
 
 def guess(code: Any) -> bool:
-    """Whether it is a mapping of tensors only."""
-    pairs = code.get("dict", code.get("ordered"))
-    return bool(pairs) and all("tensor" in one for _, one in pairs)
+    """Whether it is a mapping of tensors only, except for extra state."""
+    pairs = code.get("dict", code.get("ordered")) or ()
+    own = [one for name, one in pairs if not str(name).endswith("_extra_state")]
+    return bool(own) and all("tensor" in one for one in own)
 
 
 @dataclass
