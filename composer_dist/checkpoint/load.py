@@ -1,7 +1,7 @@
 """Loads checkpoints onto any mesh: every rank reads its own part."""
 
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,26 @@ def load_checkpoint(
         CheckpointRuntimeError: a file cannot be read. If loading had begun, the models and optimizers are
             unusable.
     """
+    options = {"strict": strict, "verify": verify, "allow_pickle": allow_pickle}
+    return load_contents(path, state, None, model, ignore, **options)
+
+
+def load_contents(
+    path: str | os.PathLike[str],
+    state: MutableMapping[str, Any] | nn.Module | Optimizer | None,
+    rest: Collection[str] | None,
+    model: nn.Module | None = None,
+    ignore: Callable[[str], bool] = lambda name: False,
+    *,
+    strict: bool = True,
+    verify: bool = True,
+    allow_pickle: bool = False,
+) -> dict[str, Any]:
+    """Load as `load_checkpoint` does, and read only some of the other values.
+
+    Args:
+        rest: the keys of other values to return, if the checkpoint has them; None means all.
+    """
     finish_pending()
     agreement = Agreement()
     options = {"strict": strict, "verify": verify, "allow_pickle": allow_pickle}
@@ -86,7 +106,7 @@ def load_checkpoint(
     with usable_or_marked(*optimizers, *models_in(state, None)):
         for loading in loadings:
             loading.load(agreement)
-    return _rest(opened, state)
+    return _rest(opened, state, rest)
 
 
 def check_loading(
@@ -167,13 +187,13 @@ def _as_bare(opened: Opened) -> Opened:
     return opened
 
 
-def _rest(opened: Opened, state: Mapping[str, Any]) -> dict[str, Any]:
+def _rest(opened: Opened, state: Mapping[str, Any], wanted: Collection[str] | None) -> dict[str, Any]:
     """Other values that `state` does not have; warns of values that only an unsafe reader could read."""
     rest: dict[str, Any] = {}
     for key, code in opened.structure.items():
         kind = stored_kind(opened, key)
         known = key in opened.kinds or key == "model" or kind == "optimizer"
-        if key in state or (kind != "value" and known):
+        if key in state or (kind != "value" and known) or (wanted is not None and key not in wanted):
             continue
         try:
             rest[key] = opened.value(code)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from composer_dist import checkpoint as states
 from composer_dist import distributed
+from composer_dist.checkpoint.load import load_contents
 from composer_dist.distributed import clip_grad_norm, clip_grad_value, init_context, process_group
 from composer_dist.errors import CheckpointValueError, ParallelismValueError
 from composer_dist.integrations.lightning_fabric import STEPS, ComposerDistFabricStrategy, Prepares, cast_of
@@ -180,7 +181,7 @@ class ComposerDistStrategy(Prepares, ModelParallelStrategy):
         if count is not None and module.trainer.state.fn == TrainerFn.FITTING:
             self._check_number(count)
             options["verify"] = False
-            states.load_checkpoint(checkpoint_path, self._optimizers_by_key(), model=self.model, **options)
+            load_contents(checkpoint_path, self._optimizers_by_key(), (), self.model, **options)
             rest["optimizer_states"] = []
         return rest
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_dist.checkpoint import (
     full_model_state,
@@ -240,6 +240,10 @@ def test_shards_among_the_values(tmp_path: Path) -> None:
     load_checkpoint(tmp_path / "c", state)
     assert all(value is zeros[name] for name, value in state["ema"].items())
     equal(*({name: v.full_tensor() for name, v in values.items()} for values in (state["ema"], averages)))
+    rows = zeros["layers.0.up.weight"].shape[0]
+    state["ema"] = {"layers.0.up.weight": distribute_tensor(torch.zeros(rows, 1), model.scale.device_mesh)}
+    load_checkpoint(tmp_path / "c", state)  # of another shape, which is replaced
+    equal(state["ema"], {name: value.full_tensor() for name, value in averages.items()})
 
 
 @pytest.mark.parametrize("sharded", [True, False])

@@ -56,7 +56,8 @@ class _ValueLoading:
 
     def _read(self, code: Any, now: Any) -> Any:
         ((tag, inner),) = code.items()
-        if tag == "tensor" and isinstance(now, DTensor):
+        sharded = tag == "tensor" and isinstance(now, DTensor)
+        if sharded and tuple(now.shape) == self.opened.tensors[inner].dims:
             self.targets[inner] = now
             return now
         if tag == "dict" and isinstance(now, Mapping):

@@ -23,6 +23,13 @@ class Callback:
         """What a later process needs: plain values, tensors or DTensors; all ranks ask."""
         return {}
 
+    def state_to_fill(self) -> dict[str, Any]:
+        """What a checkpoint's state is read into: of a DTensor here, each rank reads only its own shard.
+
+        Everything else is read in full. An empty mapping means what `state_dict` returns.
+        """
+        return {}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned; called after INIT, before `fit`, on all ranks.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
 from composer_dist.distributed.moving.scatter import copy_into
@@ -114,6 +115,12 @@ class EMA(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The averages, sharded as they are, and when they were last updated."""
         return {"averages": dict(self.averages), "updated": self._updated.state_dict()}
+
+    def state_to_fill(self) -> dict[str, Any]:
+        """Empty averages, sharded as the weights are now."""
+        weights = _weights(self._state) if self._state is not None else {}
+        shards = {name: weight for name, weight in weights.items() if isinstance(weight, DTensor)}
+        return {"averages": {name: torch.empty_like(one, dtype=_wide(one)) for name, one in shards.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from composer_dist.checkpoint import latest_checkpoint, load_checkpoint
+from composer_dist.checkpoint import latest_checkpoint
 from composer_dist.checkpoint.latest import newest_intact
-from composer_dist.checkpoint.load import check_loading
+from composer_dist.checkpoint.load import check_loading, load_contents
 from composer_dist.checkpoint.storage.place import place_of
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
@@ -176,14 +176,15 @@ def resume_run(
     options = [Options(optimizer) for optimizer in state.optimizers]
     fresh: list[int] = []
     if not chosen.load_weights_only:
-        fresh = _load_run(path, chosen, state, ignored, take_over, verify)
+        fresh = _load_run(path, chosen, state, callbacks, ignored, take_over, verify)
     if wanted := _trained(chosen, state, ignored, fresh):
-        load_checkpoint(
+        load_contents(
             path,
             wanted,
+            (),
+            state.model,
+            ignored,
             strict=chosen.load_strict_model_weights,
-            model=state.model,
-            ignore=ignored,
             verify=verify and chosen.load_weights_only,  # else it has been
         )
     if chosen.optimizer == "config" and not chosen.load_weights_only:
@@ -215,7 +216,7 @@ def check_resume(resume: Resume, state: State, callbacks: Sequence[Callback], da
     ignored, verify, fresh = Ignored(chosen.load_ignore_keys), chosen is resume, []
     if not chosen.load_weights_only and not ignored("state"):
         saved: dict[str, Any] = {key: None for key in ("state", "schedulers", "data") if not ignored(key)}
-        rest = load_checkpoint(path, saved, verify=verify)
+        rest = load_contents(path, saved, [WEIGHTS_ONLY], verify=verify)
         verify = False
         settings = saved["state"].get("settings", {})
         classes = {
@@ -299,6 +300,7 @@ def _load_run(
     path: str,
     resume: Resume,
     state: State,
+    callbacks: Sequence[Callback],
     ignored: Ignored,
     take_over: Callable[[Mapping[str, Any]], None],
     verify: bool,
@@ -306,7 +308,10 @@ def _load_run(
     """Everything but model and optimizers, except what is ignored; returns which optimizers start afresh."""
     now = state.remember()
     saved = {key: value for key, value in now.items() if not ignored(key)}
-    rest = load_checkpoint(path, saved, model=state.model, verify=verify)
+    if "callbacks" in saved:
+        fills = {name: one.state_to_fill() for name, one in _numbered(callbacks).items()}
+        saved["callbacks"] = saved["callbacks"] | {name: one for name, one in fills.items() if one}
+    rest = load_contents(path, saved, [WEIGHTS_ONLY], state.model, verify=verify)
     fresh: list[int] = []
     if settings := saved.get("state", {}).get("settings"):
         fresh = compare(path, settings, state, resume.optimizer, ignored)

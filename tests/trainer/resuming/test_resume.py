@@ -26,8 +26,8 @@ from composer_dist.errors import (
     ParallelismValueError,
 )
 from composer_dist.models import ComposerClassifier
-from composer_dist.trainer import Callback, CheckpointSaver, DistributedDataLoader, Resume, Trainer
-from tests.kit.compare import close, equal, same, weights
+from composer_dist.trainer import EMA, Callback, CheckpointSaver, DistributedDataLoader, Resume, Trainer
+from tests.kit.compare import close, equal, full_each, same, weights
 from tests.kit.grids import crossed
 from tests.kit.phases import adamw
 from tests.kit.training import At, Result, classifier, points, quiet, raising, result_of, seen_at
@@ -367,3 +367,19 @@ def test_what_cannot_be_resumed_is_named(tmp_path: Path) -> None:
         Resume(autoresume=True, load_weights_only=True)
     with pytest.raises(ParallelismTypeError, match=r"write \['model'\]"):
         Resume(load_path="x", load_ignore_keys="model")
+
+
+def averages_read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """The averages at the end of a run, those of the next, and the tensors that it read in full."""
+    first, second = EMA("2ba"), EMA("2ba")
+    run(folder, "2ba", first)
+    with mock.patch.object(Opened, "_tensor", autospec=True, side_effect=Opened._tensor) as read:
+        trainer(folder, second, resume=True)
+    return full_each(first.averages), full_each(second.averages), [call.args[1] for call in read.mock_calls]
+
+
+def test_averages_are_read_by_shards(world2: World, tmp_path: Path) -> None:
+    for saved, loaded, whole_tensors in world2(averages_read, tmp_path):
+        assert len(saved) == 4
+        equal(loaded, saved)
+        assert not [name for name in whole_tensors if "averages" in name]
