@@ -65,8 +65,8 @@ def read_extra_state(path: Path) -> dict[str, Any]:
         CheckpointValueError: it holds objects that could run code, or is damaged.
         CheckpointRuntimeError: a file cannot be read.
     """
-    if path.is_file():
-        model = _model_of(path, values=True)
+    if (file := path if (path / NAME).is_file() else _older(path)).is_file():
+        model = _model_of(file, values=True)
         return {name: deepcopy(value) for name, value in model.items() if is_extra_state(name)}
     manifest, key = _manifest_of(path)
     index = manifest.index(str(path))

@@ -67,12 +67,11 @@ class Match:
 
     def add_extra_state(self, structure: Structure, given: Sequence[str]) -> None:
         """Find the module that each extra state of a checkpoint is meant for, by the names in `given`."""
-        owners = structure.extra_states
+        owners, bases = structure.extra_states, ["", *(base for base, _ in base_models(structure))]
         for key in given:
-            name = canonical_name(key)
-            found = [one for one in owners if any(f"{prefix}{one}" == name for prefix in _PREFIXES)]
-            found = found or [one for one in owners if one.endswith(f".{name}")]
-            if len(found) == 1:
+            bare = [canonical_name(key).removeprefix(prefix) for prefix in _PREFIXES]
+            found = [f"{base}{name}" for name in bare for base in bases if f"{base}{name}" in owners]
+            if found:
                 self.extra[key] = owners[found[0]]
             else:
                 self.unexpected.append(key)

@@ -14,10 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_dist import DDPConfig, FSDP2Config
+from composer_dist._torch import checkpoint_wrapper
 from composer_dist.checkpoint import (
     LoadResult,
     export_pretrained,
     full_model_state,
+    load_checkpoint,
+    load_full_model_state,
     load_pretrained,
     save_checkpoint,
 )
@@ -359,6 +362,35 @@ def test_extra_state_in_a_checkpoint_is_set(tmp_path: Path, kind: str) -> None:
         assert (extra["n"], extra["pair"][0]) == (7, 1)
         assert torch.equal(extra["t"], torch.arange(3.0))
         assert torch.equal(extra["pair"][1], torch.ones(2))
+
+
+@on_ranks(2)
+def test_extra_state_follows_the_names_of_wrapped_models(tmp_path: Path) -> None:
+    path, saved_model = counted(tmp_path, "sharded", 7)
+    model = counting()
+    model[0] = checkpoint_wrapper(model[0])
+    parallelize_model(model, config(), weights=path)
+    same(values(model), values(saved_model))
+    assert model[0]._checkpoint_wrapped_module.extra == 7
+    for load in (
+        lambda: load_checkpoint(path, {"model": model}),
+        lambda: load_full_model_state(model, full_model_state(saved_model)),
+    ):
+        model[0]._checkpoint_wrapped_module.extra = 0
+        load()
+        assert model[0]._checkpoint_wrapped_module.extra == 7
+    if dist.get_rank() == 0:
+        state = {f"module.{name}": value for name, value in counting(8).state_dict().items()}
+        torch.save(state, tmp_path / "ddp")
+    dist.barrier()
+    assert load_pretrained(model, tmp_path / "ddp") == LoadResult([], [])
+    assert model[0]._checkpoint_wrapped_module.extra == 8
+    inside = nn.ModuleDict({"net": counting("kept")})
+    parallelize_model(inside, config())
+    found = load_pretrained(inside, path, strict=False)
+    assert "net.0._extra_state" in found.missing
+    assert "0._extra_state" in found.unexpected
+    assert inside["net"][0].extra == "kept"
 
 
 @pytest.mark.parametrize("kind", ["sharded", "file", "bare"])

@@ -173,7 +173,9 @@ def foreign_tensors(model: nn.Module, targets: Mapping[str, Any]) -> CheckpointV
 def owner_of(model: nn.Module, name: str) -> Any:
     """The module whose extra state is called `name`."""
     owner = name.rpartition(".")[0]
-    return next(module for path, module in model.named_modules() if canonical_name(path) == owner)
+    every = model.named_modules(remove_duplicate=False)
+    *_, found = (module for path, module in every if canonical_name(path) == owner)  # wrappers come first
+    return found
 
 
 def bare(model: nn.Module) -> nn.Module:
