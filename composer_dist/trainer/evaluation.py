@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from composer_dist.distributed.prepared import mesh_of
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.ranks.uneven import gather_uneven
 from composer_dist.distributed.sharding.hooks import stay_gathered
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.precision import autocast
@@ -136,27 +137,37 @@ def fresh_metrics(state: State, metrics: Mapping[str, Metric], sharing: Sequence
         check_metrics(metrics)
     fresh = {name: copy.deepcopy(metric).to(state.device) for name, metric in metrics.items()}
     mesh = mesh_of(state.model)
+    shared = mesh is not None and any(mesh.sizes[name] > 1 for name in sharing)
+    ranks = mesh.first_along(*sharing) if mesh is not None and shared else None
     for metric in fresh.values():
         metric.reset()
-        if mesh is not None and any(mesh.sizes[name] > 1 for name in sharing):
-            _take_from(mesh.first_along(*sharing), metric)
+        _count(metric, ranks)
     return fresh
 
 
-def _take_from(ranks: list[int], metric: Metric) -> None:
-    """Have a metric, and the metrics in it, count these ranks' samples only, unless its user chose ranks."""
+def _count(metric: Metric, ranks: list[int] | None) -> None:
+    """Have a metric, and the metrics in it, count these ranks' samples, or all, unless its user chose ranks.
+
+    Ranks without samples are left out: their states have other dtypes, and no moments.
+    """
     from torchmetrics import Metric  # a second or more, and imported already where there are metrics
 
     for one in metric.modules():
         if isinstance(one, Metric) and one.process_group is None and one.dist_sync_fn is None:
-            one.dist_sync_fn = partial(_gathered, ranks)
+            one.dist_sync_fn = partial(_gathered, one, ranks)
 
 
-def _gathered(ranks: list[int], value: Tensor, group: Any = None) -> list[Tensor]:
-    from torchmetrics.utilities.distributed import gather_all_tensors
+def _gathered(metric: Metric, ranks: list[int] | None, value: Tensor, group: Any = None) -> list[Tensor]:
+    counts = ranks is None or process_group.world_and_rank()[1] in ranks
+    return gather_uneven(value, counts and not _is_empty(metric), group) or [value]
 
-    every = gather_all_tensors(value, group)
-    return [every[rank] for rank in ranks]
+
+def _is_empty(metric: Metric) -> bool:
+    """Whether it has seen no samples: its state is still the one that it starts from."""
+    starts = ((getattr(metric, name), start) for name, start in metric._defaults.items())
+    return not metric.update_called and all(
+        torch.equal(value, start) if isinstance(start, Tensor) else not value for value, start in starts
+    )
 
 
 def _is_on_meta(metric: Metric) -> bool:

@@ -1,5 +1,6 @@
 """Evaluation and prediction on one process."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,13 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import Metric
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassAveragePrecision,
+    MulticlassRecall,
+)
+from torchmetrics.regression import ConcordanceCorrCoef, NormalizedRootMeanSquaredError, PearsonCorrCoef
+from torchmetrics.wrappers import BootStrapper, MinMaxMetric
 
 from composer_dist import MeshConfig, ParallelismConfig, TPConfig
 from composer_dist.errors import ParallelismError, ParallelismValueError
 from composer_dist.models import ComposerClassifier, HuggingFaceModel
-from composer_dist.trainer import Evaluator
+from composer_dist.trainer import Evaluator, State
+from composer_dist.trainer.evaluation import compute_metrics, fresh_metrics
 from tests.kit.huggingface import llama
 from tests.kit.training import (
     IGNORED,
@@ -21,6 +30,7 @@ from tests.kit.training import (
     fitted,
     joined,
     loader,
+    my_rank,
     points,
     quiet,
     seen_at,
@@ -136,6 +146,42 @@ def test_metrics_count_samples_that_several_ranks_share_once(config: Any, peers:
     expected = float((sentences(4)["labels"][:, 1:] != IGNORED).sum())
     assert labels_counted(None, 1) == [expected, expected]
     assert world2(labels_counted, config, peers, timeout=150) == [[expected, expected]] * 2
+
+
+def metrics_of(samples: int) -> dict[str, float]:
+    """The values of many kinds of metrics over samples that rank 0 has."""
+    torch.manual_seed(0)
+    scores = torch.randn(samples, 4)
+    targets = torch.arange(samples) % 4
+    ranking: dict[str, Metric] = {
+        "lists": MulticlassAUROC(num_classes=4),
+        "counts": MulticlassAccuracy(num_classes=4),
+        "sum": MulticlassAUROC(num_classes=4) + MulticlassAccuracy(num_classes=4),
+        "best": MinMaxMetric(MulticlassAUROC(num_classes=4)),
+        "samples": BootStrapper(MulticlassAUROC(num_classes=4), num_bootstraps=2),
+        **MetricCollection([MulticlassAveragePrecision(num_classes=4), MulticlassRecall(num_classes=4)]),
+    }
+    moments: dict[str, Metric] = {
+        "pearson": PearsonCorrCoef(),
+        "columns": PearsonCorrCoef(num_outputs=4),
+        "concordance": ConcordanceCorrCoef(),
+        "error": NormalizedRootMeanSquaredError(),
+    }
+    metrics = fresh_metrics(State(model=classifier()), ranking | moments, ())
+    if my_rank() == 0:
+        for name in ranking:
+            metrics[name].update(scores, targets)
+        for name in moments:
+            columns = slice(0, 4) if name == "columns" else 0
+            metrics[name].update(scores[:, columns], scores.roll(1, 0)[:, columns] + scores[:, columns])
+    return compute_metrics(metrics, "eval")
+
+
+@pytest.mark.filterwarnings("ignore:No (posi|nega)tive samples:UserWarning")
+def test_a_rank_without_samples_does_not_change_metrics(world2: World) -> None:
+    expected = metrics_of(12)
+    assert not any(math.isnan(value) for value in expected.values())
+    assert world2(metrics_of, 12) == [pytest.approx(expected)] * 2
 
 
 @pytest.mark.promise(98)
