@@ -21,15 +21,13 @@ from composer_dist.distributed.sharding.hooks import stay_gathered
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.losses.logits import put_off
 from composer_dist.models.adapters import adapter_keys
+from composer_dist.models.loss_terms import IGNORED, loss_mean, loss_terms
 from composer_dist.structure.names import canonical_name
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from torchmetrics import Metric
     from transformers import PreTrainedTokenizerBase
-
-IGNORED = -100
-"""The label that transformers' losses and metrics skip."""
 
 
 class HuggingFaceModel(ComposerModel):
@@ -128,23 +126,23 @@ class HuggingFaceModel(ComposerModel):
         return put_off(_base(self.model), None if self.chunked_loss is True else self.chunked_loss)
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """The loss that the model computed from the batch's labels."""
+        """The loss that the model computed from the batch's labels; of a sum over samples, the mean."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
         if loss is None:
             raise ParallelismValueError(
                 f"{type(self.model).__name__} computed no loss: the batch needs labels; it has "
                 f"only {', '.join(batch)}."
             )
-        return loss
+        return loss_mean(_base(self.model), loss, batch)
 
     def loss_weight(self, batch: Any) -> float | None:
-        """The number of labels that the loss averages over."""
-        labels = batch.get("shift_labels", batch.get("labels"))
-        if not isinstance(labels, Tensor) or labels.is_floating_point():
-            return None
-        if self.shift_labels and "shift_labels" not in batch:
-            labels = labels[..., 1:]
-        return float((labels != IGNORED).sum())
+        """The number of terms that the loss averages over.
+
+        These are the labels that are not -100. In semantic segmentation they are the pixels that the
+        configuration does not ignore, with CTC the samples, and in question answering the answers inside of
+        the input; the last is not exact where one answer's start is inside of it and its end is not.
+        """
+        return loss_terms(_base(self.model), batch, self.shift_labels)
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
         """The model's output, or with `use_logits` the logits `(batch, ..., classes)`."""
