@@ -21,7 +21,7 @@ from composer_dist.distributed.sharding.hooks import stay_gathered
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.losses.logits import put_off
 from composer_dist.models.adapters import adapter_keys
-from composer_dist.models.loss_terms import IGNORED, loss_mean, loss_terms
+from composer_dist.models.loss_terms import IGNORED, loss_mean, loss_terms, shifts_labels
 from composer_dist.structure.names import canonical_name
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class HuggingFaceModel(ComposerModel):
         metrics: torchmetrics to follow while training.
         eval_metrics: torchmetrics to follow while evaluating; copies of `metrics` by default.
         shift_labels: compare position i with label i + 1 in metrics, and ignore the last position; None
-            does so for models whose own loss does: causal and multimodal language models, unless they have
-            an encoder and a decoder.
+            does so for models whose own loss does: causal and multimodal language models, but not those with
+            an encoder and a decoder, nor decoders such as BartForCausalLM, whose labels are shifted already.
         allow_embedding_resizing: enlarge the embeddings if the tokenizer has more tokens.
         peft_config: adds an adapter to `model`, on the meta device if `model` is there.
         should_save_peft_only: `state_dict()` has only the adapters, by peft's rules, and loads only them.
@@ -76,7 +76,7 @@ class HuggingFaceModel(ComposerModel):
         self.model: Any = model
         self.tokenizer = tokenizer
         self.use_logits = use_logits
-        self.shift_labels = _shifts_labels(_base(model)) if shift_labels is None else shift_labels
+        self.shift_labels = shifts_labels(_base(model)) if shift_labels is None else shift_labels
         self.using_peft = isinstance(getattr(model, "peft_config", None), Mapping)
         self.should_save_peft_only = should_save_peft_only and self.using_peft
         # Dictionaries, so that nn.Module does not take the metrics for submodules.
@@ -261,22 +261,6 @@ def _arguments(base: nn.Module) -> frozenset[str]:
     known = inspect.signature(type(base).forward).parameters
     variadic = any(one.kind is one.VAR_KEYWORD for one in known.values())
     return frozenset(known) | (frozenset({"shift_labels", "num_items_in_batch"}) if variadic else frozenset())
-
-
-def _shifts_labels(base: Any) -> bool:
-    """Whether the model's own loss compares position i with label i + 1."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-    )
-
-    names = {cls.__name__ for cls in type(base).__mro__}
-    if not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
-        return True
-    if names.isdisjoint(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values()):
-        return False
-    # BLIP-2's language model may be a T5, which has its labels shifted into the decoder's inputs.
-    return not any(one.is_encoder_decoder for one in (base.config, base.config.get_text_config()))
 
 
 def _first_logits(outputs: Sequence[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What the losses of transformers' models average over."""
+"""Which labels the losses of transformers' models compare, and what they average over."""
 
 from __future__ import annotations
 
@@ -9,6 +9,32 @@ from torch import Tensor
 
 IGNORED = -100
 """The label that transformers' losses and metrics skip."""
+UNSHIFTED = frozenset((
+    "BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM",
+    "CpmAntForCausalLM", "MarianForCausalLM", "MBartForCausalLM", "MusicgenForCausalLM",
+    "MusicgenMelodyForCausalLM", "MvpForCausalLM", "PegasusForCausalLM", "PLBartForCausalLM",
+    "ProphetNetForCausalLM", "TrOCRForCausalLM", "WhisperForCausalLM", "XLMWithLMHeadModel",
+    "XLNetLMHeadModel",
+))  # fmt: skip
+"""The causal language models of transformers 5.23 that compare position i with label i."""
+
+
+def shifts_labels(base: Any) -> bool:
+    """Whether the model's own loss compares position i with label i + 1."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+
+    names = {cls.__name__ for cls in type(base).__mro__}
+    if not names.isdisjoint(UNSHIFTED):
+        return False
+    if not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        return True
+    if names.isdisjoint(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values()):
+        return False
+    # BLIP-2's language model may be a T5, which has its labels shifted into the decoder's inputs.
+    return not any(one.is_encoder_decoder for one in (base.config, base.config.get_text_config()))
 
 
 def loss_terms(base: Any, batch: Mapping[str, Any], shifts: bool) -> float | None:

@@ -1,4 +1,4 @@
-"""What the losses of transformers' models average over: parts of a batch are weighted by it."""
+"""Which labels the losses of transformers' models compare, and what they average over."""
 
 from typing import Any
 
@@ -6,25 +6,36 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.nn import functional
 from transformers.models.auto import modeling_auto
 
 from composer_dist.models import HuggingFaceModel
+from composer_dist.models.loss_terms import UNSHIFTED
 from composer_dist.trainer import State
 from composer_dist.trainer.data.batch import split
 from composer_dist.trainer.step import weight_of
+from tests.kit.grids import in_the_default_run
 from tests.zoo.batches import make_batch
 from tests.zoo.configs import toy_config
 
 SEGMENTERS = ["mobilenet_v2", "mobilevit", "mobilevitv2", "segformer", "upernet"]
 """Those that build at toy size."""
+CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+UNBUILT = {
+    "dots3_note", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody",
+    "prophetnet", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "reformer",
+}  # fmt: skip
+"""Causal language models that do not build at toy size, or whose loss is not a plain cross-entropy."""
 
 
 def built(mapping: str, name: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
     """A toy model in eval mode, and two samples without labels."""
-    config = toy_config(name)
+    cls: Any = getattr(transformers, getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")[name])
+    config: Any = toy_config(name)
+    if not isinstance(config, cls.config_class):
+        config = config.get_text_config()
     for key, value in options.items():
         setattr(config, key, value)
-    cls: Any = getattr(transformers, getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")[name])
     torch.manual_seed(0)
     batch = make_batch(name, cls, config)
     batch.pop("labels", None)
@@ -51,6 +62,25 @@ def parts_are_the_whole(model: Any, batch: dict[str, Tensor]) -> HuggingFaceMode
     assert found == pytest.approx(loss, rel=1e-5)
     assert (gradient - expected).norm() <= 1e-4 * expected.norm()
     return wrapped
+
+
+def causal_variants() -> list[Any]:
+    names = sorted(CAUSAL.keys() - UNBUILT)
+    return in_the_default_run("gpt2", "llama", *(n for n in names if CAUSAL[n] in UNSHIFTED), among=names)
+
+
+@pytest.mark.parametrize("name", causal_variants())
+def test_causal_language_models_shift_labels_if_their_losses_do(name: str) -> None:
+    model, batch = built("CAUSAL_LM", name, is_decoder=True)
+    for matrix in (parameter for parameter in model.parameters() if parameter.ndim > 1):
+        matrix.data *= 3  # else all labels are about as probable
+    batch.pop("decoder_input_ids", None)
+    labels = torch.randint(10, 30, batch["input_ids"].shape)
+    outputs = model(**batch, labels=labels)
+    shifts = HuggingFaceModel(model).shift_labels
+    logits = outputs.logits[:, -labels.shape[1] : -1 if shifts else None].float()
+    expected = functional.cross_entropy(logits.flatten(0, 1), labels[:, int(shifts) :].flatten())
+    torch.testing.assert_close(outputs.loss.float(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", SEGMENTERS)
