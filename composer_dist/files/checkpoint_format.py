@@ -237,16 +237,16 @@ class Manifest:
         if key is not None:
             below = {p.removeprefix(prefix): one for p, one in self.objects.items() if p.startswith(prefix)}
             entries |= {n: Entry(o.file, torch.uint8, (o.nbytes,), o.offset) for n, o in below.items()}
-            extra = tuple(name for name, _ in self.values(key) if is_extra_state(name))
+            extra = tuple(name for name, _ in self.values(key, root) if is_extra_state(name))
         return Index(root, files, entries, pieces=pieces, extra=extra)
 
-    def values(self, key: str) -> list[tuple[str, Any]]:
-        """The names below a key, and the encoded values."""
+    def values(self, key: str, where: str) -> list[tuple[str, Any]]:
+        """The names below a key, and the encoded values; `where` is the checkpoint, for errors."""
         try:
             ((tag, pairs),) = self.structure[key].items()
             return [(str(name), code) for name, code in pairs if tag in DICTS]
         except (AttributeError, TypeError, ValueError) as error:  # any value may have any type
-            raise CheckpointValueError(f"{key} is not a model's state in the checkpoint.") from error
+            raise CheckpointValueError(f"{key} is not a model's state in {where}.") from error
 
 
 def decode(code: Any, read: Callable[[str, str], Any]) -> Any:

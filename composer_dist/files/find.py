@@ -78,7 +78,8 @@ def read_extra_state(path: Path) -> dict[str, Any]:
             return read_object(f"{at} of {path}", manifest.objects[at], files)
 
         try:
-            return {name: decode(code, read) for name, code in manifest.values(key) if is_extra_state(name)}
+            stored = manifest.values(key, str(path))
+            return {name: decode(code, read) for name, code in stored if is_extra_state(name)}
         except CheckpointError:
             raise
         except Exception as error:  # any value may have any type

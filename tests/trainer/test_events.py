@@ -21,7 +21,7 @@ class Recorder(Callback):
 
 def test_the_callback_has_exactly_one_method_for_each_event() -> None:
     methods = [name for name, _ in inspect.getmembers(Callback, inspect.isfunction)]
-    others = ["run_event", "close", "state_dict", "load_state_dict"]
+    others = ["run_event", "close", "state_dict", "state_to_fill", "load_state_dict"]
     assert sorted(methods) == sorted([*(event.value for event in Event), *others])
 
 
