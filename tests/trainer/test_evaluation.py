@@ -16,6 +16,7 @@ from torchmetrics.classification import (
     MulticlassRecall,
 )
 from torchmetrics.regression import ConcordanceCorrCoef, NormalizedRootMeanSquaredError, PearsonCorrCoef
+from torchmetrics.retrieval import RetrievalMAP, RetrievalMRR
 from torchmetrics.wrappers import BootStrapper, MinMaxMetric
 
 from composer_dist import MeshConfig, ParallelismConfig, TPConfig
@@ -182,6 +183,27 @@ def test_a_rank_without_samples_does_not_change_metrics(world2: World) -> None:
     expected = metrics_of(12)
     assert not any(math.isnan(value) for value in expected.values())
     assert world2(metrics_of, 12) == [pytest.approx(expected)] * 2
+
+
+def precision_of_searches(updates: int) -> dict[str, float]:
+    """Metrics with lists that torchmetrics does not concatenate; rank 1 of two has the last update only."""
+    metrics = fresh_metrics(State(model=classifier()), {"map": RetrievalMAP(), "mrr": RetrievalMRR()}, ())
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    for number in range(updates):
+        if world == 1 or my_rank() == (number == updates - 1 and updates > 1):
+            torch.manual_seed(number)
+            scores, hits = torch.rand(6), torch.arange(6) % 3 == 0
+            for metric in metrics.values():
+                metric.update(scores, hits, indexes=torch.full((6,), number))
+    found = compute_metrics(metrics, "eval")
+    assert compute_metrics(metrics, "eval") == found
+    return found
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+def test_ranks_may_have_had_different_numbers_of_updates(updates: int, world2: World) -> None:
+    expected = precision_of_searches(updates)
+    assert world2(precision_of_searches, updates) == [pytest.approx(expected)] * 2
 
 
 @pytest.mark.promise(98)
