@@ -150,7 +150,7 @@ def untied(model: Any, state: Mapping[str, Any], same: Mapping[str, object]) -> 
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    cells = {name: torch.zeros(1) for name in state if name not in ignored}
+    cells = {name: torch.zeros(()) for name in state if name not in ignored}
     wrong = set(map(id, untying(model, same)))
     for config, one, other in ties(model):
         if id(config) not in wrong and one in cells and other in cells:
