@@ -53,6 +53,7 @@ DEFAULT = ("bert", "clip", "d_fine", "resnet", "t5")
 EVERY = [pytest.param(one, marks=() if one in DEFAULT else pytest.mark.zoo) for one in sorted(toy.names())]
 
 
+@pytest.mark.promise(96)
 @pytest.mark.parametrize("name", EVERY)
 def test_what_we_export_is_what_transformers_saves(tmp_path: Path, name: str) -> None:
     model, ours, theirs = toy.build(name), tmp_path / "ours", tmp_path / "theirs"
