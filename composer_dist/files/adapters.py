@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from composer_dist import _torch
 from composer_dist.errors import CheckpointValueError
 from composer_dist.structure.families import is_a
 from composer_dist.structure.names import canonical_name, child_name
@@ -87,7 +88,11 @@ def changed_settings(structure: Structure, directory: Path) -> list[str]:
         raise CheckpointValueError(f"{file} is not JSON: {error}.") from None
     mine = host.peft_config[_adapter_of(host, directory.name)]
     both = [(key, saved[key], getattr(mine, key)) for key in _SCALES if key in saved and hasattr(mine, key)]
-    return [f"{key}={one!r} (the model has {other!r})" for key, one, other in both if one != other]
+    return [
+        f"{key}={one!r} (the model has {other!r})"
+        for key, one, other in both
+        if (one or None) != (other or None)
+    ]
 
 
 _SCALES = ("lora_alpha", "alpha", "alpha_pattern", "use_rslora", "scaling", "random_loc_seed")
@@ -110,8 +115,8 @@ def check_base(structure: Structure, read: Collection[str], path: Path) -> list[
     for _, host in _hosts(structure) if read else ():
         for adapter, config in host.peft_config.items():
             kind = getattr(config, "init_lora_weights", True)
-            independent = isinstance(kind, bool) or kind in ("gaussian", "orthogonal")
-            if not independent and any(f".lora_A.{adapter}." in name for name in kept):
+            starts = any(f".lora_A.{adapter}." in name for name in kept)
+            if starts and str(kind).lower().startswith(_CHANGING):
                 raise CheckpointValueError(
                     f"The adapter {adapter!r} has changed the model's weights (init_lora_weights={kind!r}), "
                     f"so those of {path} do not fit it. Build the model with its weights (from_pretrained) "
@@ -120,6 +125,8 @@ def check_base(structure: Structure, read: Collection[str], path: Path) -> list[
     return [name for name in kept if _DERIVED.search(name)]
 
 
+_CHANGING = ("corda", "loftq", "lora_ga", "olora", "pissa")
+"""The `init_lora_weights` with which peft changes the weights below."""
 _DERIVED = re.compile(r"\.(lora_magnitude_vector|trainable_tokens_delta)\.")
 """Tensors that peft computes from the weights below: DoRA's magnitudes, rows of an embedding."""
 
@@ -150,7 +157,12 @@ def _entries(name: str, host: Any, directory: str) -> dict[str, str]:
     prefix = f"{name}." if name else ""
     if host.peft_config[adapter].is_prompt_learning:  # peft computes these from the prompt encoder
         return {"prompt_embeddings": f"{prefix}prompt_encoder.{adapter}.embedding.weight"}
-    tensors = chain(host.named_parameters(remove_duplicate=False), host.named_buffers(remove_duplicate=False))
+    buffers = (
+        (path, one)
+        for path, one in host.named_buffers(remove_duplicate=False)
+        if _torch.is_saved(host.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2])
+    )
+    tensors = chain(host.named_parameters(remove_duplicate=False), buffers)
     asked = {path: Blueprint.stored(canonical_name(path), tuple(t.shape), t.dtype) for path, t in tensors}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

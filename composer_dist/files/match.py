@@ -118,7 +118,12 @@ def match_names(
     """
     names = _Names.of(structure)
     directory = path if path.is_dir() else path.parent
-    own = adapter_entries(structure, directory.name)
+    own: dict[str, str] = {}
+    try:
+        own = adapter_entries(structure, directory.name)
+    except CheckpointValueError:
+        if adapter:
+            raise
     clean = [canonical_name(name) for name in given]
     if adapter or 2 * sum(name in own for name in clean) > len(clean):
         if not own:

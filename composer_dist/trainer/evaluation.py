@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 from composer_dist.distributed.prepared import mesh_of
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
-from composer_dist.distributed.ranks.uneven import gather_uneven
 from composer_dist.distributed.sharding.hooks import stay_gathered
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
+from composer_dist.models.metric_states import count_on, equally_long
 from composer_dist.precision import autocast
 from composer_dist.structure.kept import evaluating
 from composer_dist.tensors.nested import map_tensors
@@ -141,71 +141,13 @@ def fresh_metrics(state: State, metrics: Mapping[str, Metric], sharing: Sequence
     ranks = mesh.first_along(*sharing) if mesh is not None and shared else None
     for metric in fresh.values():
         metric.reset()
-        _count(metric, ranks)
+        count_on(metric, ranks)
     return fresh
 
 
-def _count(metric: Metric, ranks: list[int] | None) -> None:
-    """Have a metric, and the metrics in it, count these ranks' samples, or all, unless its user chose ranks.
-
-    Ranks without samples are left out: their states have other dtypes, and no moments.
-    """
-    from torchmetrics import Metric  # a second or more, and imported already where there are metrics
-
-    for one in metric.modules():
-        if isinstance(one, Metric) and one.process_group is None and one.dist_sync_fn is None:
-            one.dist_sync_fn = partial(_gathered, one, ranks)
-
-
-def _gathered(metric: Metric, ranks: list[int] | None, value: Tensor, group: Any = None) -> list[Tensor]:
-    if value is _ABSENT:
-        return gather_uneven(value.to(metric.device), False, group)
-    counts = ranks is None or process_group.world_and_rank()[1] in ranks
-    return gather_uneven(value, counts and not _is_empty(metric), group) or [value]
-
-
-def _is_empty(metric: Metric) -> bool:
-    """Whether it has seen no samples: its state is still the one that it starts from."""
-    starts = ((getattr(metric, name), start) for name, start in metric._defaults.items())
-    return not metric.update_called and all(
-        torch.equal(value, start) if isinstance(start, Tensor) else all(one is _ABSENT for one in value)
-        for value, start in starts
-    )
-
-
-_ABSENT = torch.empty(0)
-"""An entry of a list that is only as long as another rank's."""
-
-
-@contextmanager
-def _equally_long(metric: Metric) -> Iterator[None]:
-    """Inside, lists have as many entries on all ranks, because torchmetrics gathers each entry; a collective.
-
-    Lists that it concatenates first need no other entries.
-    """
-    from torchmetrics import Metric
-    from torchmetrics.utilities import dim_zero_cat
-
-    lists = [
-        (one, name)
-        for one in metric.modules()
-        if isinstance(one, Metric) and getattr(one.dist_sync_fn, "func", None) is _gathered
-        for name, reduction in one._reductions.items()
-        if isinstance(one._defaults[name], list) and reduction is not dim_zero_cat
-    ]
-    lengths = [len(getattr(one, name)) for one, name in lists]
-    most = process_group.rows_of_ranks(lengths).amax(0).int().tolist() if lists else []
-    for (one, name), length, longest in zip(lists, lengths, most, strict=True):
-        getattr(one, name).extend([_ABSENT] * (longest - length))
-    try:
-        yield
-    finally:
-        for (one, name), length in zip(lists, lengths, strict=True):
-            del getattr(one, name)[length:]
-
-
 def _is_on_meta(metric: Metric) -> bool:
-    return any(isinstance(start, Tensor) and start.is_meta for start in metric._defaults.values())
+    starts = (start for one in metric.modules() for start in getattr(one, "_defaults", {}).values())
+    return any(isinstance(start, Tensor) and start.is_meta for start in starts)
 
 
 def compute_metrics(metrics: Mapping[str, Metric], label: str) -> dict[str, float]:
@@ -215,7 +157,7 @@ def compute_metrics(metrics: Mapping[str, Metric], label: str) -> dict[str, floa
         with warnings.catch_warnings():
             # A rank may have had fillers only; the other ranks' counts make the result.
             warnings.filterwarnings("ignore", "The ``compute`` method of metric", UserWarning)
-            with _equally_long(metric):
+            with equally_long(metric):
                 values |= _flatten(f"metrics/{label}/{name}", metric.compute())
     return values
 
@@ -234,6 +176,7 @@ def _flatten(name: str, value: Any) -> dict[str, float]:
 def _reading(state: State, feed: Feed, label: str, only_loss: bool = False) -> Iterator[None]:
     """Evaluation mode, no gradients; afterwards modules and state are as they were."""
     place = state.dataloader, state.dataloader_label, state.dataloader_len
+    training = state.batch, state.outputs
     state.dataloader, state.dataloader_label, state.dataloader_len = feed.dataloader, label, None
     state.eval_batch = 0
     state.model.only_loss = only_loss
@@ -242,7 +185,7 @@ def _reading(state: State, feed: Feed, label: str, only_loss: bool = False) -> I
             yield
     finally:
         state.dataloader, state.dataloader_label, state.dataloader_len = place
-        state.batch = state.outputs = None
+        state.batch, state.outputs = training
         state.model.only_loss = False
 
 

@@ -55,8 +55,7 @@ def train_batch(
     steps on a batch whose gradients are not finite on some rank.
     """
     run_event(Event.BEFORE_TRAIN_BATCH)
-    if state.batch is not None:  # as it is after an evaluation in a callback
-        fed = replace(fed, batch=state.batch)  # callbacks may have put another one there
+    fed = replace(fed, batch=state.batch)  # callbacks may have put another one there
     if fed.may_change:
         fed = _measured_again(state, fed)
     if not fed.mean_weight > 0:
@@ -97,9 +96,9 @@ def _gradients(
     for metric in state.train_metrics.values():
         metric.reset()
     total = torch.zeros((), device=state.device)
-    for batch, weight, last in _microbatches(state, fed, parts):
+    for batch, weight, last, counts in _microbatches(state, fed, parts):
         with _part(state, batch, weight) as weight, accumulate(state.model, last, how):
-            loss = _forward_backward(state, run_event, weight / fed.mean_weight)
+            loss = _forward_backward(state, run_event, weight / fed.mean_weight, counts, fed.may_change)
         if weight:  # the mean over no terms is nan
             total += loss * (weight / fed.mean_weight)
     return total
@@ -115,17 +114,19 @@ def total_loss(loss: Any) -> Tensor:
     return torch.stack([part.reshape(()) for part in parts]).sum()
 
 
-def _microbatches(state: State, fed: Fed, count: int) -> Iterator[tuple[Any, float, bool]]:
-    """Each microbatch, its weight, and whether it is the last; every rank has the same number of them.
+def _microbatches(state: State, fed: Fed, count: int) -> Iterator[tuple[Any, float, bool, bool]]:
+    """Each microbatch, its weight, whether it is the last, and whether its samples count in metrics.
+
+    Every rank has the same number of them.
 
     A rank with fewer samples than microbatches, or without data, repeats its first microbatch at weight 0.
     """
     parts = split(fed.batch, count)
     weights = [0.0 if fed.filler else weight_of(state, part) for part in parts]
-    missing = count - len(parts)
+    own, missing = len(parts), count - len(parts)
     parts, weights = parts + parts[:1] * missing, weights + [0.0] * missing
     for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        yield part, weight, index == count - 1
+        yield part, weight, index == count - 1, index < own and not fed.filler
 
 
 @contextmanager
@@ -144,10 +145,23 @@ def _part(state: State, batch: Any, weight: float) -> Iterator[float]:
         yield weight
 
 
-def _forward_backward(state: State, run_event: Callable[[Event], None], scale: float) -> Tensor:
-    """Adds the scaled gradients of a microbatch; returns its loss, detached and unscaled."""
+def _forward_backward(
+    state: State, run_event: Callable[[Event], None], scale: float, counts: bool, may_change: bool
+) -> Tensor:
+    """Adds the scaled gradients of a microbatch; returns its loss, detached and unscaled.
+
+    Args:
+        counts: whether its samples count in metrics.
+        may_change: whether callbacks may change it.
+    """
+    terms = weight_of(state, state.batch) if may_change else 0.0
     with autocast(state.precision, state.device):
         run_event(Event.BEFORE_FORWARD)
+        if may_change and weight_of(state, state.batch) != terms:
+            raise ParallelismValueError(
+                "A callback has changed the number of terms in the loss of a microbatch at before_forward, "
+                "where others have been weighed already. Change batches at before_train_batch."
+            )
         state.outputs = state.model(state.batch)
         run_event(Event.AFTER_FORWARD)
         if not scale:
@@ -156,7 +170,7 @@ def _forward_backward(state: State, run_event: Callable[[Event], None], scale: f
         state.loss = total_loss(state.model.loss(state.outputs, state.batch))
         run_event(Event.AFTER_LOSS)
     loss = state.loss.detach()
-    if scale and state.train_metrics:
+    if counts and state.train_metrics:
         _update_metrics(state)
     run_event(Event.BEFORE_BACKWARD)
     state.outputs = None  # logits may be large, and backward does not need them

@@ -9,6 +9,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from peft import (
+    BOFTConfig,
+    EvaConfig,
+    LoraConfig,
+    OFTConfig,
+    ShiraConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -232,6 +241,31 @@ def test_an_adapter_that_has_changed_the_weights_refuses_others(tmp_path: Path, 
         model = lora(llama(), init_lora_weights=kind)
         with fails_alike(CheckpointValueError, f"changed the model's weights (init_lora_weights='{kind}')"):
             load(model, tmp_path / "base")
+
+
+@pytest.mark.parametrize("kind", ["oft", "boft", "shira", "eva"])
+def test_base_weights_and_the_adapter_are_loaded_one_after_the_other(tmp_path: Path, kind: str) -> None:
+    """Adapters with tables that are not saved, or in another form; EVA leaves the weights as they are."""
+    warnings.simplefilter("ignore")
+    makes = {
+        "oft": lambda: OFTConfig(target_modules=["q_proj"], oft_block_size=4),
+        "boft": lambda: BOFTConfig(target_modules=["q_proj"], boft_block_size=4),
+        "shira": lambda: ShiraConfig(target_modules=["q_proj"], r=2),
+        "eva": lambda: LoraConfig(target_modules=["q_proj"], init_lora_weights="eva", eva_config=EvaConfig()),
+    }
+    base = random(llama())
+    base.save_pretrained(tmp_path / "base")
+    model = get_peft_model(llama(), makes[kind]())
+    assert load_pretrained(model, tmp_path / "base") == LoadResult([], [])
+    found = {name.replace(".base_layer", ""): value for name, value in model.state_dict().items()}
+    expected = base.state_dict()
+    same({name: found[f"base_model.model.{name}"] for name in expected}, expected)
+    if kind != "shira":  # peft computes its values when it saves
+        trained = random(model, 3)
+        trained.save_pretrained(tmp_path / "adapter")
+        other = get_peft_model(llama(), makes[kind]())
+        assert load_pretrained(other, tmp_path / "adapter") == LoadResult([], [])
+        same(get_peft_model_state_dict(other), get_peft_model_state_dict(trained))
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"trainable_token_indices": [3]}])

@@ -187,7 +187,8 @@ def test_a_rank_without_samples_does_not_change_metrics(world2: World) -> None:
 
 def precision_of_searches(updates: int) -> dict[str, float]:
     """Metrics with lists that torchmetrics does not concatenate; rank 1 of two has the last update only."""
-    metrics = fresh_metrics(State(model=classifier()), {"map": RetrievalMAP(), "mrr": RetrievalMRR()}, ())
+    given = {"map": RetrievalMAP(), "mrr": RetrievalMRR(), "both": MetricCollection([RetrievalMAP()])}
+    metrics = fresh_metrics(State(model=classifier()), given, ())
     world = dist.get_world_size() if dist.is_initialized() else 1
     for number in range(updates):
         if world == 1 or my_rank() == (number == updates - 1 and updates > 1):

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torchmetrics import SumMetric
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.trainer import GradientClipping, State
+from composer_dist.trainer import Callback, GradientClipping, State
 from composer_dist.trainer.step import total_loss
 from tests.kit.compare import close, weights
 from tests.kit.measure import Collectives, by_messages
@@ -26,6 +27,7 @@ from tests.kit.training import (
     fitted_on_parts,
     joined,
     my_rank,
+    quiet,
     result_of,
     same_training,
     seen_at,
@@ -75,6 +77,71 @@ def test_labels_that_a_callback_masks_count_alike_in_any_number_of_microbatches(
     left = int((batch["labels"] != IGNORED).sum())
     assert left < terms
     assert log.values("loss/train/total") == [pytest.approx(reference(batch)[0], rel=1e-6)]
+
+
+@pytest.mark.parametrize("event", ["batch_start", "before_train_batch", "before_forward", "before_loss"])
+def test_an_evaluation_in_a_callback_keeps_the_batch_of_another(event: str) -> None:
+    other, done = joined(tagged(7, seed=2)), []
+
+    def exchange(state: State) -> None:
+        state.batch = other
+
+    def evaluate(state: State) -> None:
+        done.append(trainer.eval([joined(tagged(3, seed=3))], label="probe"))
+
+    callbacks = [At(after_dataloader=exchange), At(**{event: evaluate})]
+    trainer, log = quiet(
+        tagger(), train_dataloader=[joined(tagged(7))], max_duration="1ep", callbacks=callbacks
+    )
+    trainer.fit()
+    assert len(done) == 1
+    assert log.values("loss/train/total") == [pytest.approx(reference(other)[0], rel=1e-6)]
+
+
+class Masks(Callback):
+    """Masks a sentence at `event`, by a method of the class or of the object."""
+
+    def __init__(self, event: str = "") -> None:
+        if event:
+            setattr(self, event, self.mask)
+
+    def mask(self, state: State, logger: Any) -> None:
+        state.batch["labels"][1] = IGNORED
+
+
+def test_a_callback_may_have_its_methods_on_the_object() -> None:
+    batch = joined(tagged(7))
+    options = {"device_train_microbatch_size": 4, "callbacks": Masks("after_dataloader")}
+    _, log = fitted_on_parts([], train_dataloader=[batch], **options)
+    assert log.values("loss/train/total") == [pytest.approx(reference(batch)[0], rel=1e-6)]
+
+
+def test_labels_that_are_masked_after_the_weighing_are_refused() -> None:
+    options = {"device_train_microbatch_size": 4, "callbacks": Masks("before_forward")}
+    with pytest.raises(ParallelismValueError, match="at before_forward, .* Change batches at before_train"):
+        fitted_on_parts([], train_dataloader=[joined(tagged(7))], **options)
+
+
+class CountsTokens(Tagger):
+    """Has a metric that does not use labels."""
+
+    def get_metrics(self, is_train: bool) -> dict[str, Any]:
+        return {"tokens": SumMetric()}
+
+    def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
+        metric.update(batch["input_ids"])
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        return outputs
+
+
+@pytest.mark.parametrize("size", [None, 2, 1])
+def test_microbatches_without_labels_count_in_metrics(size: int | None) -> None:
+    batch = joined(tagged(7))
+    batch["labels"][2:4] = IGNORED
+    options = {"train_dataloader": [batch], "device_train_microbatch_size": size}
+    _, log = fitted_on_parts([], None, CountsTokens(), **options)
+    assert log.values("metrics/train/tokens") == [batch["input_ids"].sum().item()]
 
 
 def shortened(parts: list[int], config: Any = None, keep: int = 3) -> Result:

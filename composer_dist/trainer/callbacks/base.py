@@ -63,7 +63,7 @@ class Callback:
         """The first microbatch is about to begin."""
 
     def before_forward(self, state: State, logger: Logger) -> None:
-        """`state.batch` is the microbatch that the model gets next."""
+        """`state.batch` is the microbatch that the model gets next; its loss keeps its number of terms."""
 
     def after_forward(self, state: State, logger: Logger) -> None:
         """`state.outputs` is what the model returned."""
@@ -145,11 +145,11 @@ class Callback:
 
 
 def may_change_batches(callback: Callback) -> bool:
-    """Whether a callback, which is not this library's, is called between a batch is read and trained on."""
-    kind, events = type(callback), (Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH)
-    names = ("run_event", *(event.value for event in events))
+    """Whether a callback that is not this library's is called between a batch is read and its forward."""
+    events = Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD
+    kind, names = type(callback), ("run_event", *(event.value for event in events))
     return not kind.__module__.startswith("composer_dist.") and any(
-        getattr(kind, name) is not getattr(Callback, name) for name in names
+        name in vars(callback) or getattr(kind, name) is not getattr(Callback, name) for name in names
     )
 
 

@@ -116,7 +116,8 @@ class Feed:
         else:
             self.stopped = process_group.any_rank(stop)
             alarmed = self._held.alarmed or process_group.any_rank(alarm)
-            self._held = replace(self._held, alarmed=alarmed)
+            may_change = self._held.may_change or process_group.any_rank(may_change)
+            self._held = replace(self._held, alarmed=alarmed, may_change=may_change)
         if self.stopped:
             return None
         fed, self._held = self._held, None
