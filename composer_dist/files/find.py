@@ -1,30 +1,22 @@
-"""Finds a model's tensors in safetensors files, our checkpoints and files of `torch.save`.
+"""Finds a model's tensors and extra state in safetensors files, our checkpoints and files of `torch.save`."""
 
-Modules' extra state, which is whatever `get_extra_state` returned, is read here too.
-"""
-
-import io
-import pickle
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
-from composer_dist.files.checkpoint_format import METADATA, NAME, Manifest, StoredFile, StoredObject, decode
+from composer_dist.files.checkpoint_format import METADATA, NAME, Manifest, StoredFile, decode
 from composer_dist.files.checksums import check_ours
 from composer_dist.files.index import Entry, Index, Pieces, check_inside, read_text
 from composer_dist.files.other_libraries import model_in
-from composer_dist.files.read import Files, read_slabs
+from composer_dist.files.read import Files, read_values
 from composer_dist.files.safetensors import read_index, read_places
-from composer_dist.files.slabs import plan_reads
-from composer_dist.files.torch_save import index_of, load, read_seal, read_torch_file, refusal
+from composer_dist.files.torch_save import index_of, load_object, read_seal, read_torch_file
 from composer_dist.structure.names import is_extra_state
-from composer_dist.tensors.parts import Part
 from composer_dist.wording import listed
 
 Weights = tuple[Index, list[StoredFile]]
@@ -74,8 +66,9 @@ def read_extra_state(path: Path) -> dict[str, Any]:
 
         def read(tag: str, at: str) -> Any:
             if tag == "tensor":
-                return read_whole(index, at, files)
-            return read_object(f"{at} of {path}", manifest.objects[at], files)
+                return read_values(index.tensors[at], index.entries, files)
+            place = manifest.objects[at]
+            return load_object(files.bytes_of(place.file, place.offset, place.nbytes), f"{at} of {path}")
 
         try:
             stored = manifest.values(key, str(path))
@@ -86,38 +79,6 @@ def read_extra_state(path: Path) -> dict[str, Any]:
             raise CheckpointValueError(
                 f"{path / NAME} is corrupt ({type(error).__name__}: {error})."
             ) from error
-
-
-def read_whole(index: Index, name: str, files: Files) -> torch.Tensor:
-    """A stored tensor, in full."""
-    blueprint = index.tensors[name]
-    dims = blueprint.dims
-    whole = torch.empty(dims, dtype=blueprint.dtype)
-    part = Part(dims, tuple((0, size) for size in dims), 0, prod(dims))
-    read_slabs(list(plan_reads(blueprint, index.entries, part, whole.view(-1))), files)
-    return whole
-
-
-def read_object(what: str, place: StoredObject, files: Files, allow_pickle: bool = False) -> Any:
-    """A stored object, which errors call `what`.
-
-    Raises:
-        CheckpointValueError: it could run code, or is damaged.
-    """
-    buffer = torch.empty(place.nbytes, dtype=torch.uint8)
-    files.read(place.file, place.offset, [(buffer.data_ptr(), place.nbytes)])
-    data = io.BytesIO(buffer.numpy().tobytes())
-    try:
-        return load(data, allow_pickle)
-    except pickle.UnpicklingError as error:
-        raise CheckpointValueError(
-            f"{what} is an object that could run code: {refusal(error)} If you trust the checkpoint's "
-            "source, pass allow_pickle=True to load_checkpoint."
-        ) from error
-    except CheckpointValueError as error:
-        raise CheckpointValueError(f"{what} {error}") from error
-    except Exception as error:  # torch has several for what is not an archive
-        raise CheckpointValueError(f"{what} is corrupt: {refusal(error)}") from error
 
 
 def _of_checkpoint(path: Path) -> Weights:

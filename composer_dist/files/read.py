@@ -9,7 +9,7 @@ remote file system that fsspec supports are read by their URL in the same way.
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,9 +20,20 @@ from weakref import finalize
 import torch
 
 from composer_dist.errors import CheckpointRuntimeError, CheckpointValueError
-from composer_dist.files.slabs import BATCH_BYTES, STAGE_BYTES, THREADS, Buffers, Slab, move_in_threads
+from composer_dist.files.index import Entry
+from composer_dist.files.slabs import (
+    BATCH_BYTES,
+    STAGE_BYTES,
+    THREADS,
+    Buffers,
+    Slab,
+    move_in_threads,
+    plan_reads,
+)
 from composer_dist.progress import Stage
+from composer_dist.tensors.blueprint import Blueprint
 from composer_dist.tensors.pages import STEP, provide
+from composer_dist.tensors.parts import Part
 
 _WORTH = 512
 """Rows of at least this many bytes are read separately; shorter ones with the gaps between them."""
@@ -91,6 +102,12 @@ class Files:
     def _close(self) -> None:
         for file in self._open.values():
             file.close()
+
+    def bytes_of(self, number: int, offset: int, nbytes: int) -> bytes:
+        """Some bytes of a file."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self.read(number, offset, [(buffer.data_ptr(), nbytes)])
+        return buffer.numpy().tobytes()
 
     def read(self, number: int, offset: int, memory: Sequence[tuple[int, int]], fresh: bool = False) -> None:
         """Fill pieces of memory, (address, bytes) each, one after the other from one offset in a file.
@@ -277,3 +294,13 @@ class RemoteFiles(Files):
         for address, size in memory:
             ctypes.memmove(address, data[:size], size)
             data = data[size:]
+
+
+def read_values(
+    blueprint: Blueprint, entries: Mapping[str, Entry], files: Files, part: Part | None = None
+) -> torch.Tensor:
+    """A stored tensor: all of it, or the elements of a part of it, flat."""
+    whole = Part(blueprint.dims, tuple((0, size) for size in blueprint.dims), 0, prod(blueprint.dims))
+    values = torch.empty((part or whole).numel, dtype=blueprint.dtype)
+    read_slabs(list(plan_reads(blueprint, entries, part or whole, values)), files)
+    return values.view(blueprint.dims) if part is None else values

@@ -13,8 +13,8 @@ import torch
 
 from composer_dist.errors import CheckpointValueError
 from composer_dist.files.index import Entry
-from composer_dist.files.read import Files, read_slabs
-from composer_dist.files.slabs import MIB, plan_reads
+from composer_dist.files.read import Files, read_values
+from composer_dist.files.slabs import MIB
 from composer_dist.tensors.blueprint import Blueprint
 from composer_dist.tensors.parts import Part
 
@@ -86,13 +86,7 @@ def are_alike(
     last = prod(one.dims) * (number + 1) // parts
     for start in range(prod(one.dims) * number // parts, last, _COMPARED):
         part = Part(tuple(one.dims), window, start, min(start + _COMPARED, last))
-        if not torch.equal(*(_read(blueprint, entries, files, part) for blueprint in (one, other))):
+        values = (read_values(each, entries, files, part).view(torch.uint8) for each in (one, other))
+        if not torch.equal(*values):
             return False
     return True
-
-
-def _read(blueprint: Blueprint, entries: Mapping[str, Entry], files: Files, part: Part) -> torch.Tensor:
-    """The bytes of a part of a tensor."""
-    values = torch.empty(part.numel, dtype=blueprint.dtype)
-    read_slabs(list(plan_reads(blueprint, entries, part, values)), files)
-    return values.view(torch.uint8)

@@ -94,6 +94,25 @@ def is_sealed(path: Path) -> bool:
         return False
 
 
+def load_object(data: bytes, what: str, allow_pickle: bool = False) -> Any:
+    """What `torch.save` has written as these bytes, which errors call `what`.
+
+    Raises:
+        CheckpointValueError: it could run code, or is damaged.
+    """
+    try:
+        return load(BytesIO(data), allow_pickle)
+    except pickle.UnpicklingError as error:
+        raise CheckpointValueError(
+            f"{what} is an object that could run code: {refusal(error)} If you trust the checkpoint's "
+            "source, pass allow_pickle=True to load_checkpoint."
+        ) from error
+    except CheckpointValueError as error:
+        raise CheckpointValueError(f"{what} {error}") from error
+    except Exception as error:  # torch has several for what is not an archive
+        raise CheckpointValueError(f"{what} is corrupt: {refusal(error)}") from error
+
+
 def read_torch_file(path: Path, allow_pickle: bool = False, values: bool = False) -> Any:
     """The contents of a file by our keys, with tensors that have an offset in the file instead of values.
 

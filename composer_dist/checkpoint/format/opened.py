@@ -28,10 +28,9 @@ from composer_dist.files.checkpoint_format import (
     decode,
 )
 from composer_dist.files.checksums import check_ours, unseal, verify
-from composer_dist.files.find import read_object, read_whole
 from composer_dist.files.index import Index, check_inside
-from composer_dist.files.read import Files, open_files
-from composer_dist.files.torch_save import index_of, read_seal, read_torch_file
+from composer_dist.files.read import Files, open_files, read_values
+from composer_dist.files.torch_save import index_of, load_object, read_seal, read_torch_file
 from composer_dist.tensors.blueprint import Blueprint
 
 
@@ -142,10 +141,11 @@ class Opened:
         return self._object(path, place, files) if isinstance(place, StoredObject) else deepcopy(place)
 
     def _tensor(self, path: str, files: Files) -> Tensor:
-        return read_whole(self.index, path, files)
+        return read_values(self.tensors[path], self.index.entries, files)
 
     def _object(self, path: str, place: StoredObject, files: Files) -> Any:
-        return read_object(f"{path} of {self.where}", place, files, self.allow_pickle)
+        data = files.bytes_of(place.file, place.offset, place.nbytes)
+        return load_object(data, f"{path} of {self.where}", self.allow_pickle)
 
 
 def open_checkpoint(where: str, allow_pickle: bool = False) -> Opened:
