@@ -246,6 +246,7 @@ def test_shards_among_the_values(tmp_path: Path) -> None:
     equal(state["ema"], {name: value.full_tensor() for name, value in averages.items()})
 
 
+@pytest.mark.promise(118)
 @pytest.mark.parametrize("sharded", [True, False])
 @on_ranks(2)
 def test_tensors_by_name_are_returned(tmp_path: Path, sharded: bool) -> None:

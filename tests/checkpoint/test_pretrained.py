@@ -187,6 +187,7 @@ def as_safetensors(path: Path, state: dict[str, torch.Tensor]) -> None:
         save_file(state, path)
 
 
+@pytest.mark.promise(118)
 @pytest.mark.parametrize(
     ("name", "write"), [("pieces", as_pieces), ("t.pt", as_transposed), ("m.safetensors", as_safetensors)]
 )
@@ -211,6 +212,7 @@ def scaled(**options: Any) -> Any:
     return random(lora(llama(), **options))
 
 
+@pytest.mark.promise(118)
 @pytest.mark.parametrize(
     ("here", "text"),
     [
@@ -232,6 +234,7 @@ def test_an_adapter_that_is_scaled_otherwise_is_refused(
     assert load_pretrained(model, tmp_path / "adapter", strict=False) == LoadResult([], [])
 
 
+@pytest.mark.promise(118)
 @pytest.mark.parametrize("kind", ["pissa", "olora"])
 @on_ranks(2)
 def test_an_adapter_that_has_changed_the_weights_refuses_others(tmp_path: Path, kind: str) -> None:
@@ -243,6 +246,7 @@ def test_an_adapter_that_has_changed_the_weights_refuses_others(tmp_path: Path, 
             load(model, tmp_path / "base")
 
 
+@pytest.mark.promise(93)
 @pytest.mark.parametrize("kind", ["oft", "boft", "shira", "eva"])
 def test_base_weights_and_the_adapter_are_loaded_one_after_the_other(tmp_path: Path, kind: str) -> None:
     """Adapters with tables that are not saved, or in another form; EVA leaves the weights as they are."""
@@ -268,6 +272,7 @@ def test_base_weights_and_the_adapter_are_loaded_one_after_the_other(tmp_path: P
         same(get_peft_model_state_dict(other), get_peft_model_state_dict(trained))
 
 
+@pytest.mark.promise(118)
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"trainable_token_indices": [3]}])
 @on_ranks(2)
 def test_adapters_that_were_computed_from_other_weights_are_named(tmp_path: Path, options: Any) -> None:
@@ -427,6 +432,7 @@ def test_extra_state_follows_the_names_of_wrapped_models(tmp_path: Path) -> None
     assert inside["net"][0].extra == "kept"
 
 
+@pytest.mark.promise(118)
 @pytest.mark.parametrize("kind", ["sharded", "file", "bare"])
 @on_ranks(2)
 def test_extra_state_on_one_side_only_is_named(tmp_path: Path, kind: str) -> None:
@@ -445,6 +451,7 @@ def test_extra_state_on_one_side_only_is_named(tmp_path: Path, kind: str) -> Non
     assert model[0].extra == "kept"
 
 
+@pytest.mark.promise(107)
 @on_ranks(2)
 def test_extra_state_that_could_run_code_is_refused_or_missing(tmp_path: Path) -> None:
     path, saved_model = counted(tmp_path, "sharded", Unsafe())
@@ -461,6 +468,7 @@ def test_extra_state_that_could_run_code_is_refused_or_missing(tmp_path: Path) -
     assert model[0].extra == "kept"
 
 
+@pytest.mark.promise(107)
 @on_ranks(2)
 def test_damaged_extra_state_is_noticed(tmp_path: Path) -> None:
     path, _ = counted(tmp_path, "sharded", (1, torch.arange(4.0) + 0.123))

@@ -69,6 +69,7 @@ def causal_variants() -> list[Any]:
     return in_the_default_run("gpt2", "llama", *(n for n in names if CAUSAL[n] in UNSHIFTED), among=names)
 
 
+@pytest.mark.promise(98)
 @pytest.mark.parametrize("name", causal_variants())
 def test_causal_language_models_shift_labels_if_their_losses_do(name: str) -> None:
     model, batch = built("CAUSAL_LM", name, is_decoder=True)
@@ -83,6 +84,7 @@ def test_causal_language_models_shift_labels_if_their_losses_do(name: str) -> No
     torch.testing.assert_close(outputs.loss.float(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.promise(99)
 @pytest.mark.parametrize("name", SEGMENTERS)
 def test_pixels_that_the_configuration_ignores_do_not_count(name: str) -> None:
     model, batch = built("SEMANTIC_SEGMENTATION", name, num_labels=3)
@@ -93,6 +95,7 @@ def test_pixels_that_the_configuration_ignores_do_not_count(name: str) -> None:
     assert wrapped.loss_weight({"labels": labels}) == (labels != 255).sum()
 
 
+@pytest.mark.promise(99)
 def test_a_mask_of_one_class_counts_all_pixels() -> None:
     model, batch = built("SEMANTIC_SEGMENTATION", "segformer", num_labels=1)
     labels = torch.randint(2, (2, *batch["pixel_values"].shape[-2:]))
@@ -101,6 +104,7 @@ def test_a_mask_of_one_class_counts_all_pixels() -> None:
     assert wrapped.loss_weight({"labels": labels}) == labels.numel()
 
 
+@pytest.mark.promise(99)
 @pytest.mark.parametrize("name", modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_loss_of_ctc_is_a_mean_over_samples(name: str, reduction: str) -> None:
@@ -112,6 +116,7 @@ def test_the_loss_of_ctc_is_a_mean_over_samples(name: str, reduction: str) -> No
     torch.testing.assert_close(wrapped.loss(wrapped(batch), batch), own / 2 if reduction == "sum" else own)
 
 
+@pytest.mark.promise(99)
 def test_answers_outside_of_the_input_do_not_count() -> None:
     model, batch = built("QUESTION_ANSWERING", "bert")
     length = batch["input_ids"].shape[1]

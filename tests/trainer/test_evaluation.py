@@ -178,6 +178,7 @@ def metrics_of(samples: int) -> dict[str, float]:
     return compute_metrics(metrics, "eval")
 
 
+@pytest.mark.promise(98)
 @pytest.mark.filterwarnings("ignore:No (posi|nega)tive samples:UserWarning")
 def test_a_rank_without_samples_does_not_change_metrics(world2: World) -> None:
     expected = metrics_of(12)
@@ -201,6 +202,7 @@ def precision_of_searches(updates: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.promise(98)
 @pytest.mark.parametrize("updates", [1, 3])
 def test_ranks_may_have_had_different_numbers_of_updates(updates: int, world2: World) -> None:
     expected = precision_of_searches(updates)

@@ -79,6 +79,7 @@ def test_labels_that_a_callback_masks_count_alike_in_any_number_of_microbatches(
     assert log.values("loss/train/total") == [pytest.approx(reference(batch)[0], rel=1e-6)]
 
 
+@pytest.mark.promise(98)
 @pytest.mark.parametrize("event", ["batch_start", "before_train_batch", "before_forward", "before_loss"])
 def test_an_evaluation_in_a_callback_keeps_the_batch_of_another(event: str) -> None:
     other, done = joined(tagged(7, seed=2)), []
@@ -109,6 +110,7 @@ class Masks(Callback):
         state.batch["labels"][1] = IGNORED
 
 
+@pytest.mark.promise(99)
 def test_a_callback_may_have_its_methods_on_the_object() -> None:
     batch = joined(tagged(7))
     options = {"device_train_microbatch_size": 4, "callbacks": Masks("after_dataloader")}
@@ -116,6 +118,7 @@ def test_a_callback_may_have_its_methods_on_the_object() -> None:
     assert log.values("loss/train/total") == [pytest.approx(reference(batch)[0], rel=1e-6)]
 
 
+@pytest.mark.promise(99)
 def test_labels_that_are_masked_after_the_weighing_are_refused() -> None:
     options = {"device_train_microbatch_size": 4, "callbacks": Masks("before_forward")}
     with pytest.raises(ParallelismValueError, match="at before_forward, .* Change batches at before_train"):
@@ -135,6 +138,7 @@ class CountsTokens(Tagger):
         return outputs
 
 
+@pytest.mark.promise(99)
 @pytest.mark.parametrize("size", [None, 2, 1])
 def test_microbatches_without_labels_count_in_metrics(size: int | None) -> None:
     batch = joined(tagged(7))

@@ -54,6 +54,7 @@ def test_composers_table_of_gradients(strategy: str, first: list[float], second:
     assert rank > 0 or [*seen, gradients(model)] == [first, second, [-1.5, -1.5, None]]
 
 
+@pytest.mark.promise(118)
 @pytest.mark.parametrize("strategy", DDPSyncStrategy)
 @pytest.mark.parametrize("prepare", [True, False])
 @on_ranks(2)

@@ -49,6 +49,7 @@ def test_files_by_glob_and_what_is_not_there(tmp_path: Path) -> None:
         text.pieces("one", byte_tokenizer(), 4)
 
 
+@pytest.mark.promise(118)
 def test_rows_in_place_of_a_text_are_told(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}')
     with pytest.warns(UserWarning, match=r"a\.jsonl has rows.*give \{dataset: json"):

@@ -378,6 +378,7 @@ def averages_read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], l
     return full_each(first.averages), full_each(second.averages), [call.args[1] for call in read.mock_calls]
 
 
+@pytest.mark.promise(100)
 def test_averages_are_read_by_shards(world2: World, tmp_path: Path) -> None:
     for saved, loaded, whole_tensors in world2(averages_read, tmp_path):
         assert len(saved) == 4
