@@ -119,11 +119,13 @@ def match_names(
     names = _Names.of(structure)
     directory = path if path.is_dir() else path.parent
     own: dict[str, str] = {}
+    unclear: CheckpointValueError | None = None
     try:
         own = adapter_entries(structure, directory.name)
-    except CheckpointValueError:
+    except CheckpointValueError as error:
         if adapter:
             raise
+        unclear = error
     clean = [canonical_name(name) for name in given]
     if adapter or 2 * sum(name in own for name in clean) > len(clean):
         if not own:
@@ -134,6 +136,8 @@ def match_names(
         match.changed = changed_settings(structure, directory)
         return match
     match = _match_bases(names, given)
+    if unclear is not None and 2 * len(match.unexpected) > len(given):  # it is not the base model's
+        raise unclear
     match.stale = check_base(structure, match.tensors, path)
     return match
 

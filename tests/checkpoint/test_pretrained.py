@@ -246,6 +246,20 @@ def test_an_adapter_that_has_changed_the_weights_refuses_others(tmp_path: Path, 
             load(model, tmp_path / "base")
 
 
+@pytest.mark.promise(118)
+def test_of_several_adapters_the_one_that_is_meant_must_be_clear(tmp_path: Path) -> None:
+    """In a file that nothing marks as an adapter's; the base model's weights are meant for no adapter."""
+    warnings.simplefilter("ignore")
+    model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"]), "first")
+    model.add_adapter("second", LoraConfig(target_modules=["q_proj"]))
+    (tmp_path / "third").mkdir()
+    save_file(get_peft_model_state_dict(model, adapter_name="first"), tmp_path / "third" / "it.safetensors")
+    with pytest.raises(CheckpointValueError, match="has no adapter 'third', only first, second"):
+        load_pretrained(model, tmp_path / "third" / "it.safetensors")
+    export_pretrained(llama(), tmp_path / "base")
+    assert load_pretrained(model, tmp_path / "base") == LoadResult([], [])
+
+
 @pytest.mark.promise(93)
 @pytest.mark.parametrize("kind", ["oft", "boft", "shira", "eva"])
 def test_base_weights_and_the_adapter_are_loaded_one_after_the_other(tmp_path: Path, kind: str) -> None:

@@ -3,7 +3,6 @@
 import atexit
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,8 +21,6 @@ from composer_dist.errors import LostRankError
 
 Key = tuple[str, tuple[int, ...]]
 """The name of a sequence and its ranks."""
-_SETTLE = 0.05
-"""Seconds that gloo's threads get at the end of the process."""
 MARGIN = timedelta(seconds=4)
 """How much longer than the first rank the others wait, so that its verdict on missing ranks arrives."""
 
@@ -170,17 +167,6 @@ def line_of(key: Key) -> Line:
 def forget(key: Key) -> None:
     """Start a new sequence for these ranks with their next agreement."""
     _lines.pop(key, None)
-
-
-@atexit.register
-def _await_threads() -> None:
-    """Give gloo's threads time to let go of the tensors of the last collectives.
-
-    They do this after a collective has returned, and need the interpreter for it. While that ends, it ends
-    threads that ask for it, and the process aborts: "terminate called without an active exception".
-    """
-    if dist.is_available() and dist.is_initialized():
-        time.sleep(_SETTLE)
 
 
 def await_readers() -> None:

@@ -1,4 +1,4 @@
-"""Waiting that Ctrl-C interrupts."""
+"""Waiting that Ctrl-C interrupts, and waiting for threads at the end of the process."""
 
 import _thread
 import atexit
@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from composer_dist.ending import Ending
 
@@ -79,3 +80,18 @@ class Task(Generic[T]):
         finally:
             del self._body
             self.done.set()
+
+
+_SETTLE = 0.05
+"""Seconds that gloo's threads get at the end of the process."""
+
+
+@atexit.register
+def _await_threads() -> None:
+    """Give gloo's threads time to let go of the tensors of the last collectives.
+
+    They do this after a collective has returned, and need the interpreter for it. An interpreter that is
+    ending ends such a thread, and the process aborts: "terminate called without an active exception".
+    """
+    if dist.is_available() and dist.is_initialized():
+        time.sleep(_SETTLE)
