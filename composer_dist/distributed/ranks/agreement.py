@@ -190,12 +190,15 @@ class Agreement:
             if self.rank == self.ranks[0]:
                 verdict = self._judge(line, post, decide, limit)
                 line.write_verdict(verdict)
+                if not verdict["error"]:  # all are here, so they have read the one before
+                    with suppress(RuntimeError):  # the store may end now
+                        line.forget(f"{line.count - 1}/verdict")
             else:
                 line.write(f"{line.count}/{self.rank}", post)
+                line.forget(f"{line.count - 1}/{self.rank}")  # while the others arrive
                 verdict = self._await_verdict(line, post["step"], limit + MARGIN)
-                with suppress(RuntimeError):  # the store may end now
+                with suppress(RuntimeError):
                     line.write(f"seen/{self.rank}", line.count)
-                    line.forget(f"{line.count}/{self.rank}")
         except ParallelismError as error:
             if host_has_ended() and is_lost(error):
                 raise _absent([0], post["step"]) from None
@@ -215,8 +218,6 @@ class Agreement:
         if any(other["error"] for other in posts.values()):
             posts, ended = self._gather(line, step, posts, GRACE, stop_at_error=False)
         missing = [rank for rank in self.ranks if rank not in posts]
-        if not missing:  # all have read the verdict before this one
-            line.forget(f"{line.count - 1}/verdict")
         errors = {rank: posts[rank]["error"] for rank in sorted(posts) if posts[rank]["error"]}
         causes = {rank: error for rank, error in errors.items() if not posts[rank].get("lost")}
         left = line.read("left") if missing else None
@@ -249,9 +250,9 @@ class Agreement:
         def absent() -> list[int]:
             return [rank for rank in keys if rank not in posts]
 
-        line.expect(*keys.values())
+        there = line.expect([*keys.values()])
         for turn, _ in enumerate(poll(limit, lambda: f"{ranks_named(absent())} at {step!r}")):
-            if found := line.read_all(list(keys.values())):
+            if found := line.read_all([*keys.values()], there):
                 return {**posts, **dict(zip(keys, found, strict=True))}, []
             looked = turn % 4 == 3  # at their processes: a look costs more than reading the store
             ended = [rank for rank in absent() if looked and line.has_lost(rank)]
@@ -268,10 +269,10 @@ class Agreement:
 
     def _await_verdict(self, line: Line, step: str, limit: timedelta) -> Any:
         first, key = self.ranks[0], f"{line.count}/verdict"
-        line.expect(key)
+        there = line.expect([key])
         for turn, _ in enumerate(poll(limit, lambda: f"rank {first}, which decides for all, at {step!r}")):
-            if verdict := line.read(key):
-                return verdict
+            if found := line.read_all([key], there):
+                return found[0]
             if left := line.read("left"):
                 return {"error": left}
             if turn % 4 == 3 and line.has_lost(first) and not line.read(key):

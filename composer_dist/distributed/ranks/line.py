@@ -50,20 +50,28 @@ class Line:
         with asking():
             return self._parsed(key, self.store.get(key)) if self.store.check([key]) else None
 
-    def read_all(self, keys: Sequence[str]) -> list[Any] | None:
-        """What ranks have written under all of these keys; None if something is missing."""
+    def read_all(self, keys: Sequence[str], there: bool = False) -> list[Any] | None:
+        """What ranks have written under all of these keys; None if something is missing.
+
+        Args:
+            there: whether `expect` has said that nothing is missing.
+        """
         names = [f"{self.prefix}/{key}" for key in keys]
         with asking():
-            if not self.store.check(names):
+            if not (there or self.store.check(names)):
                 return None
             return list(map(self._parsed, names, self.store.multi_get(names)))
 
-    def expect(self, *keys: str) -> None:
-        """Give ranks a moment to write under all of these keys: unlike polling, this ends when they have."""
-        if not wakes(self.store):
-            return
-        with asking(), suppress(RuntimeError):  # also if the store is lost, which the next call reports
-            self.store.wait([f"{self.prefix}/{key}" for key in keys], _MOMENT)
+    def expect(self, keys: Sequence[str]) -> bool:
+        """Give ranks a moment to write under all of these keys, and say whether they have.
+
+        Unlike polling, this ends when they have.
+        """
+        if wakes(self.store):
+            with asking(), suppress(RuntimeError):  # also if the store is lost, which the next call reports
+                self.store.wait([f"{self.prefix}/{key}" for key in keys], _MOMENT)
+                return True
+        return False
 
     def _parsed(self, name: str, text: bytes) -> Any:
         if text.startswith(b"/"):  # instead of JSON, the number of its pieces

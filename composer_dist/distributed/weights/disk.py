@@ -160,6 +160,8 @@ class Pretrained:
 
     def set_extra_state(self) -> None:
         """Give modules their extra state; every rank calls it, after the tensors have their values."""
+        if not self.index.extra:
+            return
         with self.agreement.together("the extra state"):
             for module, value in self.extra:
                 module.set_extra_state(value)

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -66,19 +66,17 @@ def test_findings_reach_the_first_rank_in_order_and_its_verdict_reaches_all() ->
 
 @on_ranks(2)
 def test_a_rank_that_comes_first_asks_once() -> None:
-    reads = []
+    reads, answer = [], line.Line.read_all
 
-    def counted(self: line.Line, *keys: str) -> Any:
-        reads.append(keys)
-        return answer(self, *keys)
+    def counted(self: line.Line, keys: Sequence[str], there: bool) -> Any:
+        reads.append(there)
+        return answer(self, keys, there)
 
     for first in (0, 1):
-        name = "read" if first else "read_all"
-        answer = getattr(line.Line, name)
-        with mock.patch.object(line.Line, name, counted), mock.patch.object(line, "_MOMENT", SHORT * 60):
+        with mock.patch.multiple(line, _MOMENT=SHORT * 60), mock.patch.object(line.Line, "read_all", counted):
             time.sleep(0.05 * (dist.get_rank() != first))
             Agreement().reach("x", None)
-        assert len(reads) == (dist.get_rank() == first)
+        assert reads == [True]
         reads.clear()
 
 
