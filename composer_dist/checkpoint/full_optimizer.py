@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from composer_dist.checkpoint.kinds.optimizer_names import (
     Groups,
     State,
     by_name,
+    check_alike,
     check_whole,
     labeled,
     named_optimizer_state,
     parameter_names,
+    plain_hashes,
 )
 from composer_dist.distributed.moving.scatter import fill
 from composer_dist.distributed.optimizers.follow import is_low_bit
@@ -45,8 +48,8 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, An
         `{"state": {name: {key: tensor or value}}, "param_groups": [{"params": [names], ...options}]}`.
 
     Raises:
-        CheckpointValueError: the optimizer holds parameters that are not the model's, or state for each
-            rank's part that has no full value.
+        CheckpointValueError: the optimizer holds parameters that are not the model's, or state of each rank's
+            own that has no full value.
         ParallelismValueError: ranks have state for different parameters.
     """
     named: dict[str, Any] = {"state": {}}
@@ -59,7 +62,9 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, An
     except Exception as caught:
         error = caught
     described = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
-    agree_on("full_optimizer_state", model.parameters(), described, error)
+    if agree_on("full_optimizer_state", model.parameters(), described, error):
+        hashes = partial(plain_hashes, model, named["state"])
+        Agreement().each("full_optimizer_state", hashes, check_alike)
     full = gather_full(tensors, False, torch.float32 if is_low_bit(optimizer) else None)
     if world_and_rank()[1] != 0:
         return {}

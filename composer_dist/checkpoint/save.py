@@ -18,9 +18,11 @@ from composer_dist.checkpoint.kinds.contents import (
     kinds_in,
     models_in,
 )
+from composer_dist.checkpoint.kinds.optimizer_names import check_alike, model_of, plain_hashes
 from composer_dist.checkpoint.storage.place import Place, place_of
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
+from composer_dist.files.checkpoint_format import Kind
 
 
 def save_checkpoint(
@@ -65,11 +67,16 @@ def save_checkpoint(
     place, token = _reserve(path, state, sharded, filter, keep, model, agreement)
     try:
         models = models_in(state, model)
-        with agreement.together("the states to save"):
-            contents = {
-                key: (kind_of(value), extract(key, value, models, filter, whole=not sharded))
-                for key, value in state.items()
-            }
+        contents: dict[str, tuple[Kind, Any]] = {}
+
+        def take() -> dict[str, int]:
+            for key, value in state.items():
+                contents[key] = kind_of(value), extract(key, value, models, filter, whole=not sharded)
+            optimizers = {key: value for key, (kind, value) in contents.items() if kind == "optimizer"}
+            pairs = [(model_of(state[key], models), value["state"]) for key, value in optimizers.items()]
+            return {name: one for pair in pairs for name, one in plain_hashes(*pair).items()}
+
+        agreement.each("the states to save", take, check_alike)
         job: Saving | SavingFile
         if sharded:
             job = Saving.plan(place, token, keep, contents, agreement)

@@ -20,8 +20,10 @@ from composer_dist.distributed.optimizers.follow import inner_optimizers
 from composer_dist.distributed.prepared import check_usable, named_parameters_canonical
 from composer_dist.errors import CheckpointError, CheckpointValueError
 from composer_dist.structure.names import canonical_name
+from composer_dist.tensors.fingerprint import fingerprint
 from composer_dist.tensors.inner import local_part
 from composer_dist.tensors.nested import named_tensors
+from composer_dist.wording import listed
 
 State = dict[str, dict[str, Any]]
 """Parameter name to key to a tensor, a plain value, or a list or dictionary of them."""
@@ -205,6 +207,30 @@ def check_whole(model: nn.Module, state: State) -> None:
         raise CheckpointValueError(
             f"The optimizer keeps state for each rank's part of a parameter in plain tensors that have no "
             f"full value: {', '.join(faults)}. Make them DTensors with the parameter's placements."
+        )
+
+
+def plain_hashes(model: nn.Module, state: State) -> dict[str, int]:
+    """Hashes of the plain tensors in the state of sharded parameters, of which one rank's are saved."""
+    parameters = dict(named_parameters_canonical(model))
+    return {
+        label(name, path): fingerprint(value)
+        for name, values in state.items()
+        if isinstance(shard := parameters[name], DTensor)
+        if not all(placement.is_replicate() for placement in shard.placements)
+        for path, value in named_tensors(values)
+        if value.ndim and not isinstance(value, DTensor)
+    }
+
+
+def check_alike(hashes: Sequence[Mapping[str, int]]) -> None:
+    """Raise if ranks have different `plain_hashes`; names the tensors."""
+    names = dict.fromkeys(name for mine in hashes for name in mine)
+    if odd := [name for name in names if len({mine[name] for mine in hashes if name in mine}) > 1]:
+        raise CheckpointValueError(
+            f"The optimizer keeps state of sharded parameters in plain tensors that differ between ranks: "
+            f"{listed(odd)}. A checkpoint holds one value of each. Make them equal on all ranks, or DTensors "
+            "with the parameter's placements."
         )
 
 

@@ -344,6 +344,14 @@ def test_shards_that_cannot_be_saved_are_refused_by_name(tmp_path: Path) -> None
         optimizer.state[up] = {"mine": value}
         with fails_alike(CheckpointValueError, text):
             save_checkpoint(tmp_path / "c", {"m": model, "o": optimizer})
+    odd = torch.full((2, 2), dist.get_rank())
+    for key, value in (("mine", odd), ("mine.0", [odd[0]])):
+        optimizer.state[up] = {"mine": value}
+        text = f"plain tensors that differ between ranks: {key} of layers.0.up.weight"
+        with fails_alike(CheckpointValueError, text):
+            save_checkpoint(tmp_path / "c", {"m": model, "o": optimizer})
+        with fails_alike(CheckpointValueError, text):
+            full_optimizer_state(model, optimizer)
     optimizer.state[up] = {"mine": [torch.ones(2)], "mine.0": torch.ones(3)}
     with fails_alike(CheckpointValueError, "several tensors as mine.0 of layers.0.up.weight"):
         full_optimizer_state(model, optimizer)
