@@ -44,6 +44,8 @@ class _Call:
     own: Rejoined = field(default_factory=lambda: Rejoined(without_view))
     before: Before[str] | None = None
     output: Any = None
+    handled: BaseException | None = field(default_factory=sys.exception)
+    """The error that the caller handles meanwhile, such as that of a larger batch."""
 
 
 class Calls:
@@ -140,7 +142,7 @@ class Calls:
         call = self._calls.pop()
         call.own.write_back()
         call.own.undo()
-        if sys.exception() is None:
+        if sys.exception() is call.handled:
             self._look_around(module, call, output)
             if call.before is not None and call.before.sums:
                 for name, tensor in _torch.gathered_params(self._params).items():

@@ -682,6 +682,24 @@ def test_what_modules_hold_is_found_in_the_call_that_puts_it_there(inside: bool)
 
 
 @on_ranks(2)
+def test_a_call_is_looked_at_while_the_caller_handles_an_error() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Later(False), Later(False))
+    whole = copy.deepcopy(model)
+    parallelize_model(model, ParallelismConfig(sync="rank0"))
+    for one in (model, whole):
+        for _ in range(2):
+            one(torch.ones(2, 4)).sum().backward()
+        one.zero_grad()
+        try:
+            raise MemoryError("of a larger batch")
+        except MemoryError:
+            one(torch.ones(2, 4))
+            sum(block.loss() for block in one).backward()
+    close(grads(model), grads(whole))
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("passed", [True, False])
 def test_a_step_with_gradients_that_ddp_has_not_averaged_is_refused(passed: bool) -> None:
     torch.manual_seed(0)
