@@ -139,4 +139,5 @@ def next_sequence_number() -> int:
 
 def sequence_number(tensor: torch.Tensor) -> int:
     """The sequence number of the autograd node that has made `tensor`, -1 of a leaf. Since torch 1.9."""
-    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
+    node = tensor.grad_fn
+    return -1 if node is None else node._sequence_nr()

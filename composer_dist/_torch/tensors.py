@@ -85,6 +85,11 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def versions(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, int]:
+    """The `version` of each."""
+    return {key: 0 if one.is_inference() else one._version for key, one in tensors.items()}
+
+
 def which_are_true(flags: Mapping[Key, torch.Tensor | None]) -> list[Key]:
     """The keys of booleans `()` that are true, for which this waits once for each of their devices."""
     by_device: dict[torch.device, dict[Key, torch.Tensor]] = {}

@@ -83,7 +83,7 @@ _DEPTH, _MOST = 6, 1000
 lists of tensors; a reference to a whole program must not make every forward slow."""
 
 
-def everything_in(data: Any, objects: bool = True, seen: set[int] | None = None) -> Iterator[Tensor]:
+def everything_in(data: Any, objects: bool = True, seen: set[int] | None = None) -> list[Tensor]:
     """The tensors in containers of any kind, in closures and, with `objects`, in the attributes of objects.
 
     Optimizers are not looked into, and modules and their parameters only with `seen`.
@@ -91,22 +91,26 @@ def everything_in(data: Any, objects: bool = True, seen: set[int] | None = None)
     Args:
         seen: the ids of what is not looked into; those of what has been are added.
     """
-    pending: list[tuple[Any, int]] = [(data, 0)]
+    found: list[Tensor] = []
+    values, depth = [data], 0
     passed = (ModuleType, Optimizer, nn.Module) if seen is None else (ModuleType, Optimizer)
     seen = set() if seen is None else seen
     most = len(seen) + _MOST
-    while pending and len(seen) < most:
-        value, depth = pending.pop()
-        if isinstance(value, Tensor):
-            yield value
-            continue
-        kind: Any = type(value)
-        inner, is_object = _way_into(kind)
-        if inner is None or depth > _DEPTH or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if not is_object or (objects and not isinstance(value, passed)):
-            pending += [(one, depth + 1) for one in inner(value) if type(one) not in _LEAVES]
+    while values:
+        inside: list[Any] = []
+        for value in values:
+            if isinstance(value, Tensor):
+                found.append(value)
+                continue
+            kind: Any = type(value)
+            inner, is_object = _way_into(kind)
+            if inner is None or depth > _DEPTH or id(value) in seen or len(seen) >= most:
+                continue
+            seen.add(id(value))
+            if not is_object or (objects and not isinstance(value, passed)):
+                inside += [one for one in inner(value) if type(one) not in _LEAVES]
+        values, depth = inside, depth + 1
+    return found
 
 
 def may_hold(value: Any) -> bool:
@@ -118,6 +122,7 @@ def may_hold(value: Any) -> bool:
 _LEAVES: frozenset[Any] = frozenset(
     (str, bytes, int, bool, float, type, type(None), torch.dtype, torch.device)
 )
+_PLAIN = _LEAVES | {Tensor}
 
 
 @lru_cache(1000)
@@ -222,10 +227,13 @@ def with_plain_containers(data: Any, above: tuple[int, ...] = ()) -> Any:
         return None
     above = *above, id(data)
     if isinstance(data, dict):
-        copy: Any = {key: with_plain_containers(value, above) for key, value in data.items()}
+        copy: Any = {
+            key: value if type(value) in _PLAIN else with_plain_containers(value, above)
+            for key, value in data.items()
+        }
         same = all(map(operator.is_, copy.values(), data.values()))
     elif isinstance(data, (list, tuple)):
-        copy = [with_plain_containers(value, above) for value in data]
+        copy = [one if type(one) in _PLAIN else with_plain_containers(one, above) for one in data]
         same = all(map(operator.is_, copy, data))
         copy = tuple(copy) if isinstance(data, tuple) else copy
     elif dataclasses.is_dataclass(data) and not isinstance(data, type):

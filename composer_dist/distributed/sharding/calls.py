@@ -160,14 +160,14 @@ class Calls:
         self._count += 1
         # To look into the objects that modules hold may be slow; those of a first call tell which count.
         thorough = torch.is_grad_enabled() and is_power_of_two(self._count)
-        modules = self._attributes.sort()
+        self._attributes.sort()
         containers = [vars(one)[key] for one, key in self._attributes.containers]
-        objects = [one for one in self._attributes.objects if thorough or one in self._holders]
-        shown = [output] if isinstance(output, Tensor) else list(everything_in(output))
+        objects = self._attributes.objects if thorough else self._attributes.objects & self._holders
+        shown = [output] if isinstance(output, Tensor) else everything_in(output)
         if containers:
             shown += everything_in(containers, objects=False)
-        inside = {place: list(everything_in(vars(place[0])[place[1]])) for place in objects}
-        registered = chain.from_iterable([vars(owner)["_parameters"].values() for owner in modules])
+        inside = {place: everything_in(vars(place[0])[place[1]]) for place in objects}
+        registered = self._attributes.parameters()
         whole = [one for one in registered if one is not None and type(one) is not DTensor]
         self._refuse_freed([one for one in chain(shown, *inside.values(), whole) if _torch.is_freed(one)])
         if not torch.is_grad_enabled():  # what is still gathered is freed next
@@ -241,7 +241,7 @@ def _shared(names: frozenset[str]) -> frozenset[str]:
 
 def _is_stray(tensor: Tensor, call: _Call, seen: set[int]) -> bool:
     """Whether a call has made a tensor that needs a gradient and that FSDP2 does not find in the output."""
-    if tensor.grad_fn is None or id(tensor) in seen:
+    if id(tensor) in seen:
         return False
     seen.add(id(tensor))
     return _torch.sequence_number(tensor) >= call.since

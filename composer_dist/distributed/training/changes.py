@@ -28,11 +28,14 @@ class Before(Generic[Key]):
         """Which of them are different by now, in place; those that are missing by now are skipped."""
         given = self.data_writes or _torch.wrote_data()
         compared = {name: self.differs(name, one) for name, one in tensors.items()} if self.sums else {}
-        other = _torch.which_are_true(compared)
+        other = _torch.which_are_true(compared) if compared else []
+        now = _torch.versions(tensors)
+        if now == self.versions and not given and not other:
+            return []
         return [
             name
             for name, tensor in tensors.items()
-            if self.versions.get(name, 0) != _torch.version(tensor)
+            if self.versions.get(name, 0) != now[name]
             or (given and self.data_writes.get(name, 0) != _torch.data_writes(tensor))
             or name in other
         ]
@@ -63,9 +66,9 @@ class Watch:
         sums = {name: _sum(tensor) for name, tensor in tensors.items()} if compared else {}
         if not watched:
             _torch.watch_data(tensors.values())
-        versions = {name: _torch.version(tensor) for name, tensor in tensors.items()}
         given = tensors if _torch.wrote_data() else {}
-        return Before(versions, {name: _torch.data_writes(tensor) for name, tensor in given.items()}, sums)
+        writes = {name: _torch.data_writes(tensor) for name, tensor in given.items()}
+        return Before(_torch.versions(tensors), writes, sums)
 
 
 def is_power_of_two(number: int) -> bool:
