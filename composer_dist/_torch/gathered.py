@@ -154,10 +154,7 @@ class _Versions:
     def _lost(self) -> list[str]:
         """Which parameters somebody has changed who found something else than the shard in its place."""
         if self._group.is_unsharded:
-            params = self._group.fsdp_params if _Versions.compared else ()
-            checks = [(param, vars(param).pop(_DIFFERS)) for param in params if _DIFFERS in vars(param)]
-            _Versions.compared -= len(checks)
-            if other := which_are_true({param._param_fqn: differs() for param, differs in checks}):
+            if _Versions.compared and (other := self._differing()):
                 return other
             versions, writes = [one._version for one in self._gathered], self._all_writes(self._gathered)
             if versions != self._now or writes != self._writes:
@@ -169,6 +166,13 @@ class _Versions:
             shards = [(one, one._sharded_post_forward_param) for one in self._group.fsdp_params]  # version 0
             return [param._param_fqn for param, one in shards if one._version + one._local_tensor._version]
         return []
+
+    def _differing(self) -> list[str]:
+        """Which parameters have other values, where they are compared."""
+        held = [(one, vars(one)) for one in self._group.fsdp_params]
+        checks = {one._param_fqn: values.pop(_DIFFERS) for one, values in held if _DIFFERS in values}
+        _Versions.compared -= len(checks)
+        return which_are_true({name: differs() for name, differs in checks.items()})
 
     def _refuse(self, lost: list[str]) -> None:
         if lost:

@@ -83,12 +83,12 @@ def _are_alike(lists: Sequence[Sequence[Any]], options: Mapping[str, Any]) -> bo
     full = [one for one in lists if one]
     if any(len(one) != len(lists[0]) for one in full):
         return False
-    return all(_is_alike(param, other) for param, *others in zip(*full, strict=True) for other in others)
+    return all(all(map(_is_alike, full[0], each)) for each in full[1:])
 
 
 def _is_alike(param: Any, other: Any) -> bool:
     if isinstance(other, DTensor):
-        return isinstance(param, DTensor) and _cut(param) == _cut(other)
+        return isinstance(param, DTensor) and (param._spec is other._spec or _cut(param) == _cut(other))
     return not (isinstance(param, DTensor) and isinstance(other, torch.Tensor) and other.dim())
 
 

@@ -88,6 +88,11 @@ def gathered_params(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: one._unsharded_param for name, one in params.items() if one.sharded_state is unsharded}
 
 
+def has_gathered(module: FSDPModule) -> bool:
+    """Whether a unit is gathered now. Since torch 2.4."""
+    return any(group.is_unsharded for group in fsdp_param_groups(module))
+
+
 def register_shards(groups: Iterable[Any]) -> None:
     """Have other code find the shards, which the optimizer holds, while a unit stays gathered."""
     for group in groups:

@@ -92,6 +92,7 @@ def drop_with_gradients(module: FSDPModule) -> None:
 
 
 _grad: Any = torch.Tensor.grad
+_read_grad = _grad.__get__
 _GROUP = "_composer_dist_group"
 """The attribute of FSDP2's record of a parameter that holds its record of the unit."""
 _kept: dict[int, KeyedRef[int, Any]] = {}
@@ -120,9 +121,10 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _get_grad(tensor: DTensor) -> Any:
-    grad = _grad.__get__(tensor)
+    grad = _read_grad(tensor)
     if (param := _record(tensor)) is not None:
-        if isinstance(grad, DTensor) and grad.placements != tensor.placements and _is_whole(grad):
+        other = isinstance(grad, DTensor) and grad._spec is not tensor._spec
+        if other and grad.placements != tensor.placements and _is_whole(grad):
             # Of a penalty on a shard: torch cuts nothing with fewer rows than ranks, but FSDP2 adds parts.
             grad = grad.redistribute(placements=tensor.placements)
             _grad.__set__(tensor, grad)

@@ -78,7 +78,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 def _check(optimizer: Optimizer) -> None:
     held = [
-        (*map(id, group["params"]), *(p.requires_grad for p in group["params"]))
+        [*map(id, group["params"]), *[p.requires_grad for p in group["params"]]]
         for group in optimizer.param_groups
     ]
     known, checks = _chosen.get(optimizer, (None, []))

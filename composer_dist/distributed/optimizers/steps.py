@@ -154,7 +154,7 @@ def _before_step(
     if optimizer.state and mine:
         _check_state(optimizer, mine)
     for unit in units:
-        if any(_torch.gathered_param(param) is not None for param in _torch.fsdp_params(unit)[:1]):
+        if _torch.has_gathered(unit):
             unit.reshard()  # a forward without a backward has left it gathered, with the old values
     if mine:
         record(model).steps += 1
