@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -88,6 +89,12 @@ def _ignored_pixel(base: Any) -> int | None:
 
 
 def _is_ctc(base: Any) -> bool:
+    kind: Any = type(base)
+    return _has_ctc_loss(kind)
+
+
+@cache
+def _has_ctc_loss(kind: type) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CTC_MAPPING_NAMES
 
-    return any(cls.__name__ in MODEL_FOR_CTC_MAPPING_NAMES.values() for cls in type(base).__mro__)
+    return any(cls.__name__ in MODEL_FOR_CTC_MAPPING_NAMES.values() for cls in kind.__mro__)

@@ -203,7 +203,7 @@ class Timestamp:
     def reached(self, time: Time | str) -> bool:
         """Whether at least `time` has passed."""
         time = Time.of(time, unit=None)
-        return self.get(time.unit) >= time
+        return self.get(time.unit).value >= time.value
 
     def next_batch(self, *, samples: int = 0, tokens: int = 0, seconds: float | None = None) -> Timestamp:
         """The time after one more batch of `samples` and `tokens`, ended at `seconds`."""

@@ -1,6 +1,7 @@
 """The events at which callbacks are called, and repeating intervals."""
 
 from enum import StrEnum
+from functools import cached_property
 
 from composer_dist.trainer.clock import Time, Timestamp
 from composer_dist.trainer.state import State
@@ -63,7 +64,7 @@ class Event(StrEnum):
     PREDICT_BATCH_END = "predict_batch_end"
     PREDICT_END = "predict_end"
 
-    @property
+    @cached_property
     def section(self) -> str:
         """What a rank does after this event, for a `HangGuard`."""
         if self in (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT):

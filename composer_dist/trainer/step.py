@@ -55,7 +55,8 @@ def train_batch(
     steps on a batch whose gradients are not finite on some rank.
     """
     run_event(Event.BEFORE_TRAIN_BATCH)
-    fed = replace(fed, batch=state.batch)  # callbacks may have put another one there
+    if state.batch is not fed.batch:  # callbacks have put another one there
+        fed = replace(fed, batch=state.batch)
     if fed.may_change:
         fed = _measured_again(state, fed)
     if not fed.mean_weight > 0:
@@ -111,7 +112,8 @@ def total_loss(loss: Any) -> Tensor:
     if not parts or not all(isinstance(part, Tensor) and part.numel() == 1 for part in parts):
         kind = type(loss).__name__
         raise ParallelismTypeError(f"A model's loss must be a scalar tensor or several of them, not {kind}.")
-    return torch.stack([part.reshape(()) for part in parts]).sum()
+    scalars = [part.reshape(()) for part in parts]
+    return scalars[0] if len(scalars) == 1 else torch.stack(scalars).sum()
 
 
 def _microbatches(state: State, fed: Fed, count: int) -> Iterator[tuple[Any, float, bool, bool]]:
@@ -122,7 +124,9 @@ def _microbatches(state: State, fed: Fed, count: int) -> Iterator[tuple[Any, flo
     A rank with fewer samples than microbatches, or without data, repeats its first microbatch at weight 0.
     """
     parts = split(fed.batch, count)
-    weights = [0.0 if fed.filler else weight_of(state, part) for part in parts]
+    weights = (
+        [fed.weight] if count == 1 else [0.0 if fed.filler else weight_of(state, part) for part in parts]
+    )
     own, missing = len(parts), count - len(parts)
     parts, weights = parts + parts[:1] * missing, weights + [0.0] * missing
     for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
@@ -174,7 +178,8 @@ def _forward_backward(
         _update_metrics(state)
     run_event(Event.BEFORE_BACKWARD)
     state.outputs = None  # logits may be large, and backward does not need them
-    (state.loss * (scale * state.loss_scaler.scale if state.loss_scaler else scale)).backward()
+    factor = scale * state.loss_scaler.scale if state.loss_scaler else scale
+    (state.loss if factor == 1 else state.loss * factor).backward()
     run_event(Event.AFTER_BACKWARD)
     state.loss = loss  # frees the graph before the next forward
     return loss

@@ -258,7 +258,7 @@ def rows_of_ranks(row: Collection[float]) -> torch.Tensor:
     world, rank = world_and_rank()
     table = torch.zeros(world, len(row), dtype=torch.float64)
     table[rank] = torch.tensor([float(value) for value in row], dtype=torch.float64)
-    return all_reduce(table, "sum")
+    return all_reduce(table, "sum") if world > 1 else table
 
 
 @lost_named("barrier")
@@ -338,10 +338,10 @@ def _reduced_tensor(
     if not aliased:
         device = tensor.device if served else device_of_group(group)
         result = result.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
-    if dist.get_world_size(group) > 1:
+    if (size := dist.get_world_size(group)) > 1:
         dist.all_reduce(result, op=_OPERATIONS[op], group=group)
-    if op == "mean":
-        result.div_(dist.get_world_size(group), rounding_mode="trunc" if exact else None)
+        if op == "mean":
+            result.div_(size, rounding_mode="trunc" if exact else None)
     if not inplace:
         return result.to(tensor.device, tensor.dtype)
     if not aliased:
