@@ -119,6 +119,13 @@ def rows_at_a_time(weight: Tensor) -> int:
     return max(1024, weight.shape[-1], _FEW // max(weight.shape[0], 1))
 
 
+def is_one_piece(hidden: Tensor, size: int) -> bool:
+    """Whether all rows are computed at once, and left to autograd."""
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    return len(hidden) <= size and dtype is not torch.float16
+
+
 def summed(
     loss_of: LossOf, hidden: Tensor, labels: Tensor, parameters: Sequence[Tensor], size: int
 ) -> Tensor:
@@ -133,9 +140,7 @@ def summed(
         parameters: all that need a gradient, apart from `hidden`.
         size: rows at a time.
     """
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    if len(hidden) <= size and dtype is not torch.float16:
+    if is_one_piece(hidden, size):
         losses = loss_of(hidden, labels, *parameters)
         return losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
     total: Tensor = _Summed.apply(loss_of, size, torch.is_grad_enabled(), hidden, labels, *parameters)  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ from composer_dist import _torch
 from composer_dist.distributed.forwards import Forward, instead
 from composer_dist.distributed.tensor_parallel.loss import parallel_cross_entropy
 from composer_dist.errors import ParallelismRuntimeError
-from composer_dist.losses.chunked import mean, rows_at_a_time, summed
+from composer_dist.losses.chunked import is_one_piece, mean, rows_at_a_time, summed
 from composer_dist.structure.names import ancestors
 
 Operation = Callable[[Tensor], Tensor]
@@ -273,15 +273,20 @@ class Logits(Tensor):
         if rare or self.ndim != 2 or target.shape != (len(hidden),) or target.is_floating_point():
             return None
 
-        def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+        def loss_of(logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
             if isinstance(logits, DTensor) and not label_smoothing:
-                return parallel_cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
+                total = parallel_cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
+                return mean(total, labels != ignore_index) if reduction == "mean" else total
             whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
             return functional.cross_entropy(
-                whole, labels, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+                whole, labels, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
             )
 
         def job(forward: Forward, hidden: Tensor) -> Tensor:
+            size = self._head.rows or rows_at_a_time(self._head.weight)
+            if is_one_piece(hidden, size):
+                found = loss_of(self._finish(forward(hidden.unsqueeze(0))).flatten(0, 1), target, reduction)
+                return found.to(torch.promote_types(found.dtype, torch.float32))
             places = [
                 (module._parameters, key)
                 for module in self._head.module.modules()
@@ -294,11 +299,10 @@ class Logits(Tensor):
                 with _held(places, copies):
                     return loss_of(self._finish(forward(rows.unsqueeze(0))).flatten(0, 1), labels)
 
-            size = self._head.rows or rows_at_a_time(self._head.weight)
-            return summed(loss, hidden, target, parameters, size)
+            total = summed(loss, hidden, target, parameters, size)
+            return mean(total, target != ignore_index) if reduction == "mean" else total
 
-        total = self._head.run(job, hidden)
-        return mean(total, target != ignore_index) if reduction == "mean" else total
+        return self._head.run(job, hidden)
 
 
 @contextmanager

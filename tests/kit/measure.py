@@ -151,6 +151,6 @@ def losses_counted() -> Iterator[dict[str, int]]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logits, "summed", noted("chunks", logits.summed))
+        patch.setattr(logits, "is_one_piece", noted("chunks", logits.is_one_piece))
         patch.setattr(logits.Logits, "values", noted("values", logits.Logits.values))
         yield counts
