@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from composer_dist.errors import ParallelismRuntimeError
-from composer_dist.random_states import seed_host, set_aside
+from composer_dist.random_states import derived_seed, seed_host, set_aside
 from composer_dist.trainer.data.order import share
 from composer_dist.trainer.data.randomness import OwnRandomness
 from composer_dist.wording import listed
@@ -67,11 +67,13 @@ class StreamBatches(IterableDataset[Any]):
             stream = iter(self.dataset)
             for _ in islice(stream, self.start):
                 pass
-        while True:
+        for position in count(self.start, self.size):
             with randomness():
                 samples = list(islice(stream, self.size))
-                first, end = share(0, len(samples), self.num_replicas, self.rank)
-                if first == end or (self.drop_last and len(samples) < self.size):
-                    return
+            first, end = share(0, len(samples), self.num_replicas, self.rank)
+            if first == end or (self.drop_last and len(samples) < self.size):
+                return
+            with set_aside():  # what this rank's share draws must not move the stream's order
+                seed_host(derived_seed("batch", self.seed, position + first))
                 batch = self.collate(samples[first:end])
             yield batch

@@ -225,6 +225,45 @@ def test_hugging_face_datasets() -> None:
     rows = Dataset.from_dict({"x": list(range(LENGTH))}).with_format("torch")
     found = [[batch["x"] for batch in loader] for loader in loaders(2, rows, shuffle=True, seed=1)]
     assert sorted(torch.cat(list(chain(*found))).tolist()) == list(range(LENGTH))
+class ShuffledStream(IterableDataset[int]):
+    """Numbers in an order that Python's generator gives."""
+
+    def __iter__(self) -> Iterator[int]:
+        held: list[int] = []
+        for number in range(LENGTH):
+            held.append(number)
+            if len(held) == 5:
+                yield held.pop(random.randrange(5))
+        yield from held
+
+
+def collate_at_random(samples: list[int]) -> torch.Tensor:
+    """Draws once for each odd sample."""
+    return torch.tensor([sample + 100 * random.randrange(9) if sample % 2 else sample for sample in samples])
+
+
+@pytest.mark.promise(100)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_collating_draws_leaves_the_order_of_a_stream_alone(workers: int) -> None:
+    def opened(replicas: int, state: Any = None) -> list[Any]:
+        options: dict[str, Any] = {"num_workers": workers, "collate_fn": collate_at_random}
+        ranks = loaders(replicas, ShuffledStream(), None, global_batch_size=5, **options)
+        for loader in ranks:
+            loader.set_epoch(1) if state is None else loader.load_state_dict(state)
+        return ranks
+
+    def samples(ranks: list[Any], count: int | None = None) -> list[int]:
+        return [sample % 100 for sample in in_order(read(ranks, 1, count or LENGTH))]
+
+    whole = read(opened(1), 1, LENGTH)
+    assert sorted(samples(opened(1))) == list(range(LENGTH))
+    assert samples(opened(2)) == samples(opened(1))
+    first = opened(1)
+    before = read(first, 1, 2)
+    assert before[0] + read(opened(1, first[0].state_dict()), 1, LENGTH)[0] == whole[0]
+    assert samples(opened(2, first[0].state_dict())) == samples(opened(1))[10:]
+
+
     stream = rows.to_iterable_dataset(num_shards=4).shuffle(seed=7, buffer_size=10)
     first = loaders(2, stream, num_workers=1)
     for loader in first:
