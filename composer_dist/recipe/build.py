@@ -43,8 +43,10 @@ from composer_dist.trainer import (
 # Not public: only recipes and the Trainer check.
 from composer_dist.trainer.arguments import as_list, check_duration
 from composer_dist.trainer.data.batch import num_samples, num_tokens
-from composer_dist.trainer.data.feed import length_of
-from composer_dist.trainer.data.loader import sample_count  # not public: for recipes and the Trainer
+from composer_dist.trainer.data.loader import (
+    length_of,
+    sample_count,
+)  # not public: for recipes and the Trainer
 from composer_dist.trainer.evaluation import check_metrics
 from composer_dist.trainer.improvement import measured_on
 from composer_dist.trainer.schedulers import sorted_out

@@ -12,7 +12,8 @@ from composer_dist.distributed.training.gradients import Accumulate, check_accum
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.arguments import check_microbatch_size
 from composer_dist.trainer.clock import Time
-from composer_dist.trainer.data.feed import Fed, Feed, length_of
+from composer_dist.trainer.data.feed import Fed, Feed
+from composer_dist.trainer.data.loader import length_of
 from composer_dist.trainer.data.sampling import set_epoch
 from composer_dist.trainer.evaluation import Evaluator, Timetable, compute_metrics, fresh_metrics
 from composer_dist.trainer.events import Event

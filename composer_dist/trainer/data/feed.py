@@ -17,7 +17,10 @@ from composer_dist import _torch
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
+from composer_dist.trainer.data.loader import DistributedDataLoader, length_of
+from composer_dist.trainer.data.order import stream_order
 from composer_dist.trainer.data.position import Reading
+from composer_dist.trainer.data.streaming import StreamingDataLoader
 from composer_dist.users_code import warn
 from composer_dist.wording import ranks_named
 
@@ -92,6 +95,11 @@ class Feed:
         self._world, _ = process_group.world_and_rank()
         self._share = (replicas or self._world) / self._world
         self.dataloader = dataloader
+        self._order: int | None = None
+        if isinstance(
+            dataloader, DistributedDataLoader | StreamingDataLoader
+        ):  # others' ranks have own streams
+            self._order = stream_order(dataloader.dataset)
         with Agreement().together(f"opening the {label} dataloader") if place else nullcontext():
             self._reading = Reading(dataloader, place)
         self._last: Any = self._reading.skipped
@@ -147,9 +155,14 @@ class Feed:
         status, batch, size, error = self._fetch()
         length = length_of(self.dataloader, self._most)
         row = [status, -1 if length is None else length, stop, alarm, may_change, self._clock()]
-        row += [size.samples, size.tokens, size.weight]
-        table = process_group.rows_of_ranks(row).tolist()
-        statuses, lengths, stops, alarms, changes, clocks, samples, tokens, weights = zip(*table, strict=True)
+        row += [size.samples, size.tokens, size.weight, self._order or 0]
+        columns = zip(*process_group.rows_of_ranks(row).tolist(), strict=True)
+        statuses, lengths, stops, alarms, changes, clocks, samples, tokens, weights, orders = columns
+        if len({*orders}) > 1:
+            raise ParallelismValueError(
+                f"The ranks shuffle the {self._label} stream in different orders, so some samples would be "
+                "lost and others repeated. Pass the same seed to its shuffle() on all ranks."
+            )
         self.alarmed = any(alarms)
         if _Status.FAILED in statuses:
             if self._world == 1 and error is not None:
@@ -231,15 +244,6 @@ class Feed:
                 f"{self._count - 1} batches, before the others. Until all have ended, it repeats its last "
                 "batch at weight 0: results are exact, but its time is wasted."
             )
-
-
-def length_of(dataloader: Iterable[Any], most: int | None = None) -> int | None:
-    """The number of batches of a dataloader, where it knows it, but not more than `most`."""
-    try:
-        length = len(dataloader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):  # DataLoader over an IterableDataset without a length
-        return None
-    return length if most is None else min(length, most)
 
 
 def _spell(ranks: list[int], world: int) -> str:

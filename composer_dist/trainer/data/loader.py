@@ -19,7 +19,14 @@ from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.random_states import derived_seed
 from composer_dist.trainer.data.fetching import FetchBatch, Request, StreamBatches
-from composer_dist.trainer.data.order import batches_left, epoch_order, global_batches, share
+from composer_dist.trainer.data.order import (
+    batches_left,
+    epoch_order,
+    global_batches,
+    share,
+    stream_facts,
+    streams_in,
+)
 from composer_dist.trainer.signals import spare_workers
 
 
@@ -136,6 +143,8 @@ class DistributedDataLoader:
                 "length": self._length,
                 "shuffle": self.shuffle,
                 "seed": self.seed,
+                "packing": getattr(self.dataset, "packing", None),
+                **stream_facts(self.dataset),
                 # Streams that shuffle, like those of `datasets`, use another order in a worker.
                 "num_workers": self._options.get("num_workers", 0) if self._length is None else None,
             },
@@ -148,13 +157,13 @@ class DistributedDataLoader:
             OtherDataError: the data differ, so the position has no meaning.
         """
         now = self.state_dict()["data"]
-        then = state["data"]
+        then = now | state["data"]  # earlier versions saved less
         changed = [f"{name} was {then[name]}, is now {now[name]}" for name in now if then[name] != now[name]]
         if changed:
             raise OtherDataError(
                 f"The data differ from the checkpoint's ({'; '.join(changed)}), so the samples already seen "
-                "are unknown. Restore the data, or restart the epoch with load_ignore_keys=['data'] (in YAML "
-                "resume: {load_ignore_keys: [data]})."
+                "are unknown. Restore the data (a stream's shuffle() needs a seed), or restart the epoch "
+                "with load_ignore_keys=['data'] (in YAML resume: {load_ignore_keys: [data]})."
             )
         self.set_epoch(state["epoch"])
         self._start, self._batches_before = state["samples"], state["batches"]
@@ -275,7 +284,7 @@ def _check(dataset: Any, shuffle: bool, options: Mapping[str, Any]) -> None:
         raise ParallelismTypeError(
             f"A {type(dataset).__name__} can be read only once; pass an object whose __iter__ starts over."
         )
-    if _is_split(dataset):
+    if is_split(dataset):
         raise ParallelismValueError(
             "The stream is already split by split_dataset_by_node. A DistributedDataLoader splits it "
             "again, and samples would be lost: give it the whole stream, or use a StreamingDataLoader."
@@ -292,11 +301,10 @@ def _check(dataset: Any, shuffle: bool, options: Mapping[str, Any]) -> None:
         )
 
 
-def _is_split(dataset: Any) -> bool:
-    """Whether a stream of `datasets`, or one that a wrapper reads, has only one rank's samples."""
-    inner = [dataset, *getattr(dataset, "__dict__", {}).values()]
-    split = (getattr(one, "_distributed", None) for one in inner)
-    return any(getattr(one, "world_size", 1) > 1 for one in split)
+def is_split(dataset: Any) -> bool | None:
+    """Whether a stream of `datasets` has only one rank's samples; None for anything else."""
+    split = [getattr(stream, "_distributed", None) for stream in streams_in(dataset)]
+    return any(getattr(one, "world_size", 1) > 1 for one in split) if split else None
 
 
 def sample_count(dataset: Any) -> int | None:
@@ -306,6 +314,15 @@ def sample_count(dataset: Any) -> int | None:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return None
     return len(dataset)
+
+
+def length_of(dataloader: Iterable[Any], most: int | None = None) -> int | None:
+    """The number of batches of a dataloader, where it knows it, but not more than `most`."""
+    try:
+        length = len(dataloader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # DataLoader over an IterableDataset without a length
+        return None
+    return length if most is None else min(length, most)
 
 
 def positive(name: str, size: int | None) -> int | None:

@@ -6,6 +6,8 @@ beginning of that order, and a run on another number of ranks continues after th
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -38,3 +40,32 @@ def batches_left(start: int, length: int, size: int, drop_last: bool) -> int:
     """The number of batches that remain from sample `start` of `length`."""
     left = max(length - start, 0)
     return left // size if drop_last else -(-left // size)
+
+
+def streams_in(dataset: Any) -> list[Any]:
+    """The dataset, if it is a stream of `datasets`, and those that it reads as its attributes."""
+    inner = [dataset, *getattr(dataset, "__dict__", {}).values()]
+    return [one for one in inner if hasattr(one, "_ex_iterable")]
+
+
+def parts_of(stream: Any) -> Iterator[Any]:
+    """What a stream of `datasets` consists of: the last step, and each that it reads."""
+    waiting = [getattr(stream, "_ex_iterable", None)]
+    while waiting:
+        if (part := waiting.pop()) is not None:
+            yield part
+            waiting += getattr(part, "ex_iterables", [getattr(part, "ex_iterable", None)])
+
+
+def stream_order(dataset: Any) -> int | None:
+    """A number that stands for the generators by which streams of `datasets` are shuffled, if they are."""
+    parts = (part for stream in streams_in(dataset) for part in parts_of(stream))
+    bits = [getattr(getattr(part, "generator", None), "bit_generator", None) for part in parts]
+    states = [one.state for one in bits if one is not None]
+    return crc32(repr(states).encode()) if states else None
+
+
+def stream_facts(dataset: Any) -> dict[str, int | None]:
+    """What a position in streams of `datasets` depends on: how many files there are, and their order."""
+    files = [stream.num_shards for stream in streams_in(dataset)]
+    return {"num_shards": sum(files) if files else None, "stream_order": stream_order(dataset)}

@@ -40,6 +40,12 @@ class _Packing:
         check_length(self.length)
         require("how", self.how, ("cut", "whole"))
 
+    @property
+    def packing(self) -> dict[str, Any]:
+        """What the blocks depend on, besides the documents: positions in other blocks mean nothing."""
+        windows = {"window": self.window} if self.how == "whole" and hasattr(self, "window") else {}
+        return {"length": self.length, "how": self.how, **windows}
+
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class PackedDataset(_Packing, Dataset[dict[str, Tensor]]):

@@ -15,8 +15,9 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.random_states import set_aside
+from composer_dist.random_states import derived_seed, set_aside
 from composer_dist.trainer.data.loader import positive
+from composer_dist.trainer.data.order import parts_of, stream_facts
 from composer_dist.trainer.signals import spare_workers
 
 
@@ -38,7 +39,7 @@ class StreamingDataLoader:
 
     Raises:
         ParallelismValueError: not exactly one of the two sizes, or it is not a multiple of the ranks.
-        ParallelismTypeError: the stream cannot be split.
+        ParallelismTypeError: the stream cannot be split, or not among several workers.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class StreamingDataLoader:
         if (batch_size is None) == (global_batch_size is None):
             raise ParallelismValueError("Pass either batch_size or global_batch_size.")
         check_splits(stream)
+        _check_divides(stream, options.get("num_workers", 0))
         self.dataset = stream
         self.batch_size = positive("batch_size", batch_size)
         self.global_batch_size = positive("global_batch_size", global_batch_size)
@@ -95,19 +97,31 @@ class StreamingDataLoader:
     def state_dict(self) -> dict[str, Any]:
         """This rank's position after its last batch."""
         state = self._state if self._loader is None else self._loader.state_dict()
-        return {"epoch": self._epoch, "loader": state, "num_workers": self._options.get("num_workers", 0)}
+        workers = self._options.get("num_workers", 0)
+        state = {"epoch": self._epoch, "loader": state, "num_workers": workers}
+        return state | {"packing": self._packing, **stream_facts(self.dataset)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to the position that `state_dict` returned.
 
         Raises:
-            ParallelismValueError: there was another number of workers, which divide the files otherwise.
+            ParallelismValueError: there was another number of workers, which divide the files otherwise, or
+                the stream was packed in another way.
         """
         workers = self._options.get("num_workers", 0)
         if state["num_workers"] != workers:
             raise ParallelismValueError(
                 f"The checkpoint's position is that of {state['num_workers']} workers, but num_workers is "
                 f"{workers}. Restore it, or restart the epoch with load_ignore_keys=['data'] (in YAML "
+                "resume.load_ignore_keys)."
+            )
+        now = {"packing": self._packing, **stream_facts(self.dataset)}
+        changed = [name for name in now if state.get(name, now[name]) != now[name]]  # older ones have none
+        if changed:
+            differ = "; ".join(f"{name} was {state[name]}, is now {now[name]}" for name in changed)
+            raise ParallelismValueError(
+                f"The checkpoint's position is in another stream ({differ}). Restore it (shuffle() needs "
+                "a seed), or restart the epoch with load_ignore_keys=['data'] (in YAML "
                 "resume.load_ignore_keys)."
             )
         self.set_epoch(state["epoch"])
@@ -120,13 +134,22 @@ class StreamingDataLoader:
         self._loader, self._state = self._open(self._state), None
         return iter(self._loader)
 
+    @property
+    def _packing(self) -> Any:
+        """What a position in the stream depends on; blocks that are cut begin anywhere in a document."""
+        packing = getattr(self.dataset, "packing", None)
+        return {"how": "cut"} if packing and packing["how"] == "cut" else packing
+
     def _open(self, state: Any) -> Any:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         size = self.batch_size or (self.global_batch_size or 1) // (self.num_replicas or 1)
-        # A generator of its own, so that opening a pass draws nothing from the process's.
-        options = {"generator": torch.Generator(), **self._options}
+        # A generator of its own, so that opening a pass draws nothing from the process's; it seeds workers.
+        seed = derived_seed("workers", torch.initial_seed(), self._epoch, self.rank)
+        options = {"generator": torch.Generator().manual_seed(seed), **self._options}
         stream = with_position(self.dataset)
+        if not isinstance(stream, IterableDataset):
+            stream = _Counted(stream, _own=hasattr(stream, "load_state_dict"))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it
             loader = StatefulDataLoader(
@@ -144,14 +167,28 @@ def split(stream: Any, num_replicas: int, rank: int) -> Any:
     Raises:
         ParallelismTypeError: it cannot be split.
     """
-    check_splits(stream)
-    if num_replicas == 1:
-        return stream
+    if num_replicas > 1:
+        check_splits(stream)
     if callable(own := getattr(stream, "split", None)):
         return own(num_replicas, rank)
+    if not hasattr(stream, "_ex_iterable"):
+        return stream
     from datasets.distributed import split_dataset_by_node
 
-    return split_dataset_by_node(stream, rank, num_replicas)
+    part: Any = split_dataset_by_node(stream, rank, num_replicas)
+    # Streams that are made from one, as by take and skip, share its parts, which keep the position of a pass.
+    part._ex_iterable = _copied(part._ex_iterable)
+    return part
+
+
+def _copied(part: Any) -> Any:
+    """A part of a stream of `datasets` with copies of those that it reads."""
+    other = copy.copy(part)
+    if hasattr(part, "ex_iterable"):
+        other.ex_iterable = _copied(part.ex_iterable)
+    if hasattr(part, "ex_iterables"):
+        other.ex_iterables = [_copied(one) for one in part.ex_iterables]
+    return other
 
 
 def rewind(stream: Any) -> None:
@@ -162,7 +199,7 @@ def rewind(stream: Any) -> None:
 
 def with_position(stream: Any) -> Any:
     """The stream, for one pass; counted, if the position of `datasets` lacks what a shuffle buffer holds."""
-    return _Counted(stream) if _has_shuffle_buffer(getattr(stream, "_ex_iterable", None)) else stream
+    return _Counted(stream) if _has_shuffle_buffer(stream) else stream
 
 
 @dataclass(eq=False)
@@ -172,13 +209,13 @@ class _Counted(IterableDataset[Any]):
     stream: Any
     samples: int = 0
     _own: bool = False
-    """Whether the position is the stream's own, as in older checkpoints."""
+    """Whether the position is the stream's own; so are those in older checkpoints."""
 
     def state_dict(self) -> Any:
         return self.stream.state_dict() if self._own else {"samples": self.samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._own = "samples" not in state
+        self._own = self._own or "samples" not in state
         if self._own:
             self.stream.load_state_dict(state)
         else:
@@ -194,14 +231,24 @@ class _Counted(IterableDataset[Any]):
             yield sample
 
 
-def _has_shuffle_buffer(part: Any) -> bool:
-    """Whether a part of a stream of `datasets`, or one that it reads, shuffles in a buffer."""
-    if part is None:
+def _has_shuffle_buffer(stream: Any) -> bool:
+    """Whether a part of a stream of `datasets` shuffles in a buffer."""
+    if not hasattr(stream, "_ex_iterable"):
         return False
     from datasets.iterable_dataset import BufferShuffledExamplesIterable
 
-    inner = getattr(part, "ex_iterables", [getattr(part, "ex_iterable", None)])
-    return isinstance(part, BufferShuffledExamplesIterable) or any(map(_has_shuffle_buffer, inner))
+    return any(isinstance(part, BufferShuffledExamplesIterable) for part in parts_of(stream))
+
+
+def _check_divides(stream: Any, workers: int) -> None:
+    """Raises if each of several workers would read all of a stream."""
+    inner = getattr(stream, "documents", stream)  # of a PackedStream
+    if workers > 1 and not isinstance(inner, IterableDataset):
+        raise ParallelismTypeError(
+            f"Nothing says which of {workers} workers reads what of a {type(inner).__name__}, so each would "
+            "read all of it. Pass num_workers=0 or 1, a stream of `datasets`, or an IterableDataset that "
+            "divides itself by get_worker_info()."
+        )
 
 
 def check_splits(stream: Any) -> None:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from composer_dist.errors import ParallelismRuntimeError, ParallelismValueError
-from composer_dist.trainer.data.feed import Feed, Size, length_of
+from composer_dist.trainer.data.feed import Feed, Size
+from composer_dist.trainer.data.loader import length_of
 from tests.kit.compare import fails_alike
 from tests.kit.training import At, batches, classifier, fitted_on_parts, points, result_of, same_training
 from tests.kit.world import World

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
-from composer_dist.trainer import DistributedDataLoader, PackedStream
+from composer_dist.trainer import DistributedDataLoader, PackedDataset, PackedStream
 from tests.kit.compare import fails
 from tests.kit.training import classifier, fitted_on_parts, loaders, points, result_of, same_training
 from tests.kit.world import World
@@ -143,6 +143,30 @@ def test_data_that_changed_are_refused() -> None:
         other.load_state_dict(loader.state_dict())
 
 
+DOCUMENTS = [[number] * (number % 7 + 1) for number in range(1, 30)]
+
+
+@pytest.mark.promise(98)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (PackedStream(DOCUMENTS, 8), PackedStream(DOCUMENTS, 6)),
+        (PackedStream(DOCUMENTS, 8, how="whole"), PackedStream(DOCUMENTS, 8, how="whole", window=5)),
+        (PackedDataset(DOCUMENTS, 8), PackedDataset(DOCUMENTS, 8, how="whole")),
+    ],
+)
+def test_a_position_in_blocks_that_are_packed_otherwise_is_refused(before: Any, after: Any) -> None:
+    [loader] = loaders(1, before)
+    next(iter(loader))
+    state = loader.state_dict()
+    with fails(
+        ParallelismValueError, "The data differ from the checkpoint's (", "packing was {'length': 8, '"
+    ):
+        loaders(1, after)[0].load_state_dict(state)
+    del state["data"]["packing"]  # as in older checkpoints
+    loaders(1, before)[0].load_state_dict(state)
+
+
 class Noisy:
     """Samples that draw from every generator."""
 
@@ -201,30 +225,6 @@ class Stream(IterableDataset[int]):
         return iter(range(LENGTH))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_is_shared_without_loss(workers: int) -> None:
-    ranks = loaders(2, Stream(), num_workers=workers)
-    assert in_order(read(ranks, 0)) == list(range(LENGTH))
-    with pytest.raises(TypeError, match="Stream has no length"):
-        len(ranks[0])
-    dropped = loaders(2, Stream(), num_workers=workers, drop_last=True)
-    assert in_order(read(dropped, 0)) == list(range(18))
-
-
-def test_the_dataset_is_given_the_epoch() -> None:
-    [loader] = loaders(1, stream := Stream())
-    loader.set_epoch(3)
-    assert stream.epoch == 3
-    loader.load_state_dict({**loader.state_dict(), "epoch": 5})
-    assert stream.epoch == 5
-
-
-def test_hugging_face_datasets() -> None:
-    from datasets import Dataset
-
-    rows = Dataset.from_dict({"x": list(range(LENGTH))}).with_format("torch")
-    found = [[batch["x"] for batch in loader] for loader in loaders(2, rows, shuffle=True, seed=1)]
-    assert sorted(torch.cat(list(chain(*found))).tolist()) == list(range(LENGTH))
 class ShuffledStream(IterableDataset[int]):
     """Numbers in an order that Python's generator gives."""
 
@@ -264,6 +264,30 @@ def test_what_collating_draws_leaves_the_order_of_a_stream_alone(workers: int) -
     assert samples(opened(2, first[0].state_dict())) == samples(opened(1))[10:]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_is_shared_without_loss(workers: int) -> None:
+    ranks = loaders(2, Stream(), num_workers=workers)
+    assert in_order(read(ranks, 0)) == list(range(LENGTH))
+    with pytest.raises(TypeError, match="Stream has no length"):
+        len(ranks[0])
+    dropped = loaders(2, Stream(), num_workers=workers, drop_last=True)
+    assert in_order(read(dropped, 0)) == list(range(18))
+
+
+def test_the_dataset_is_given_the_epoch() -> None:
+    [loader] = loaders(1, stream := Stream())
+    loader.set_epoch(3)
+    assert stream.epoch == 3
+    loader.load_state_dict({**loader.state_dict(), "epoch": 5})
+    assert stream.epoch == 5
+
+
+def test_hugging_face_datasets() -> None:
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"x": list(range(LENGTH))}).with_format("torch")
+    found = [[batch["x"] for batch in loader] for loader in loaders(2, rows, shuffle=True, seed=1)]
+    assert sorted(torch.cat(list(chain(*found))).tolist()) == list(range(LENGTH))
     stream = rows.to_iterable_dataset(num_shards=4).shuffle(seed=7, buffer_size=10)
     first = loaders(2, stream, num_workers=1)
     for loader in first:
