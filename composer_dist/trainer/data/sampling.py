@@ -6,7 +6,7 @@ from typing import Any
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismValueError
-from composer_dist.trainer.data.loader import DistributedDataLoader
+from composer_dist.trainer.data.loader import DistributedDataLoader, is_split
 from composer_dist.trainer.data.streaming import StreamingDataLoader
 
 
@@ -35,12 +35,21 @@ def check_sampler(dataloader: Iterable[Any], expected: Mapping[str, int], purpos
                 f"{_spell(expected)}; pass **sampler_kwargs(mesh) to it."
             )
         return
-    dataset = getattr(dataloader, "dataset", None)
-    if expected["num_replicas"] > 1 and hasattr(dataset, "__len__"):
+    dataset, name = getattr(dataloader, "dataset", None), type(dataloader).__name__
+    fault = ""
+    if hasattr(dataset, "__len__"):
+        fault = (
+            f"on the same samples: the sampler of the {name} is not distributed. Give it "
+            "sampler=DistributedSampler(dataset, **sampler_kwargs(mesh)), or pass a DistributedDataLoader"
+        )
+    elif is_split(dataset) is False:
+        fault = (
+            f"on the same samples: the stream of the {name} is not split by split_dataset_by_node. Pass a "
+            "StreamingDataLoader, which splits it"
+        )
+    if fault and expected["num_replicas"] > 1:
         raise ParallelismValueError(
-            f"All {expected['num_replicas']} data-parallel ranks would {purpose} on the same samples: "
-            f"the sampler of the {type(dataloader).__name__} is not distributed. Give it "
-            "sampler=DistributedSampler(dataset, **sampler_kwargs(mesh)), or pass a DistributedDataLoader; "
+            f"All {expected['num_replicas']} data-parallel ranks would {purpose} {fault}; "
             "if every rank's dataset is its own part already, pass check_sampler=False to the Trainer."
         )
 

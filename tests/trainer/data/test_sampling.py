@@ -7,6 +7,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from composer_dist.distributed.mesh.mesh import sampler_kwargs
 from composer_dist.errors import ParallelismValueError
+from composer_dist.trainer import PackedStream, StreamingDataLoader
 from composer_dist.trainer.data.sampling import check_sampler, set_epoch
 from tests.kit.training import fitted, loader, points, quiet
 from tests.kit.world import World
@@ -35,6 +36,18 @@ def test_a_plain_sampler_is_refused_where_data_differs() -> None:
     with pytest.raises(ParallelismValueError, match="All 2 data-parallel ranks .* same samples"):
         check_sampler(loader(), SECOND)
     check_sampler([1, 2], SECOND)  # it has no dataset: the caller is responsible
+
+
+@pytest.mark.promise(118)
+def test_a_whole_stream_is_refused_where_data_differs() -> None:
+    datasets = pytest.importorskip("datasets", reason="an extra")
+    stream = datasets.Dataset.from_dict({"input_ids": [[n, n] for n in range(8)]}).to_iterable_dataset(4)
+    for one in (stream, PackedStream(stream, 2)):
+        check_sampler(DataLoader(one, 2), ALONE)
+        with pytest.raises(ParallelismValueError, match="All 2 data-parallel .* is not split by .*Streaming"):
+            check_sampler(DataLoader(one, 2), SECOND)
+        check_sampler(StreamingDataLoader(one, 2).placed(2, 1), SECOND)
+    check_sampler(DataLoader(datasets.distributed.split_dataset_by_node(stream, 1, 2), 2), SECOND)
 
 
 def test_the_epoch_reaches_the_sampler() -> None:
