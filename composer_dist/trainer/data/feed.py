@@ -101,7 +101,7 @@ class Feed:
         ):  # others' ranks have own streams
             self._order = stream_order(dataloader.dataset)
         with Agreement().together(f"opening the {label} dataloader") if place else nullcontext():
-            self._reading = Reading(dataloader, place)
+            self._reading = Reading(dataloader, place, replicas)
         self._last: Any = self._reading.skipped
         self._held: Fed | None = None
         self._count = self._reading.batches

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismValueError
 from composer_dist.random_states import host_states, set_aside, set_host_states
-from composer_dist.trainer.data.loader import DistributedDataLoader
+from composer_dist.trainer.data.loader import DistributedDataLoader, length_of
 from composer_dist.trainer.data.randomness import from_plain, to_plain
 from composer_dist.trainer.signals import spare_workers
 
@@ -27,12 +27,19 @@ class Reading:
     """The batches of one pass, from a `place` that `place_of_all` returned, or from the beginning.
 
     A place that `end_of_all` returned is the beginning of the next pass.
+
+    Args:
+        replicas: how many ranks have different data; None means all.
     """
 
-    def __init__(self, dataloader: Iterable[Any], place: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, dataloader: Iterable[Any], place: Mapping[str, Any] | None = None, replicas: int | None = None
+    ) -> None:
         self._dataloader: Any = dataloader
+        self._replicas = replicas or process_group.world_and_rank()[0]
         spare_workers(dataloader)
         self._kind = _kind(dataloader)
+        self._sizes = _sizes_of(dataloader)
         self._generators = {} if self._kind == _ANY_WORLD else host_states()
         self._began: dict[str, Any] = {}
         self.batches = 0
@@ -51,7 +58,7 @@ class Reading:
             self._iterator = iter(dataloader)
         else:
             with set_aside():
-                self._go_to(_mine(place, self._kind, type(dataloader).__name__))
+                self._go_to(_mine(place, self._kind, type(dataloader).__name__, self._replicas))
         self._state = self._state_now()
 
     def __next__(self) -> Any:
@@ -88,7 +95,7 @@ class Reading:
     def place(self, last: bool) -> dict[str, Any]:
         """This rank's position: after its last batch, or before it if that is held back (`last`)."""
         state = self._state if last else self._present_state()
-        return {"batches": self.batches - last, "state": state, "batch_size": _size_of(self._dataloader)}
+        return {"batches": self.batches - last, "state": state, **self._sizes}
 
     def generators(self, last: bool) -> dict[str, Any]:
         """The host's generators at that position, if reading has moved them."""
@@ -99,7 +106,7 @@ class Reading:
         ranks = process_group.gather_objects(self.place(last))
         if self._kind == _ANY_WORLD:  # a rank without a share of the last batch is behind the others
             ranks = [max(ranks, key=lambda place: place["batches"])]
-        return {"kind": self._kind, "ranks": ranks}
+        return {"kind": self._kind, "ranks": ranks, "replicas": self._replicas}
 
     def end_of_all(self) -> dict[str, Any] | None:
         """What a checkpoint holds after the pass; None if the next one does not depend on this one.
@@ -122,7 +129,8 @@ class Reading:
     def _end_again(self, place: Mapping[str, Any]) -> None:
         """Ends the pass of `end_of_all` again, if this is such a dataloader on as many ranks."""
         world, rank = process_group.world_and_rank()
-        if place["kind"] != self._kind or len(place["ranks"]) != world:
+        there = len(place["ranks"]), place.get("replicas", self._replicas)
+        if place["kind"] != self._kind or there != (world, self._replicas):
             return
         state = place["ranks"][rank]["state"]
         if self._kind == _COUNTED:
@@ -149,12 +157,8 @@ class Reading:
         if self._kind != _COUNTED:
             self._continue_at(state)
             return
-        size = _size_of(self._dataloader)
-        if self.batches and (saved := place.get("batch_size", size)) != size:  # earlier versions saved none
-            raise ParallelismValueError(
-                f"The {type(self._dataloader).__name__}'s batch_size is {size}, but the checkpoint, whose "
-                f"position counts batches, was saved with {saved}. {_REMEDY}"
-            )
+        if self.batches:
+            self._check("batch_size", place)
         self._began = state
         set_host_states(from_plain(state))
         _set_own(self._dataloader, state.get(_OWN, []))  # checkpoints of earlier versions have none
@@ -167,6 +171,17 @@ class Reading:
                 f"The {type(self._dataloader).__name__} has {found} batches, but {self.batches} were read "
                 f"when the checkpoint was saved. {_REMEDY}"
             )
+        for name in self._sizes if self.batches else ():
+            self._check(name, place)
+
+    def _check(self, name: str, place: Mapping[str, Any]) -> None:
+        """Refuses a place among batches of another size or number, which has another meaning here."""
+        now = self._sizes[name]
+        if (saved := place.get(name)) not in (None, now):  # earlier versions saved fewer sizes
+            raise ParallelismValueError(
+                f"The {type(self._dataloader).__name__}'s {name} is {now}, but the checkpoint, whose "
+                f"position counts batches, was saved with {saved}. {_REMEDY}"
+            )
 
 
 _REMEDY = (
@@ -175,10 +190,18 @@ _REMEDY = (
 )
 
 
-def _size_of(dataloader: Any) -> int | None:
-    """The samples of a batch, of a dataloader that says it as torch's does."""
-    size = getattr(dataloader, "batch_size", None)
-    return size if isinstance(size, int) else None
+def _sizes_of(dataloader: Any) -> dict[str, int | None]:
+    """What the batches depend on, of a dataloader that says it as torch's does."""
+    holders = dataloader, getattr(dataloader, "batch_sampler", None)
+    dataset: Any = getattr(dataloader, "dataset", None)
+    streams = isinstance(dataset, IterableDataset)  # of which each worker has a part
+    sizes = (getattr(holder, "batch_size", None) for holder in holders)
+    return {
+        "batch_size": next((size for size in sizes if isinstance(size, int)), None),
+        "length": length_of(dataloader),
+        "samples": None if streams else length_of(dataset),
+        "num_workers": getattr(dataloader, "num_workers", None) if streams else None,
+    }
 
 
 _OWN = "own"
@@ -229,7 +252,7 @@ def check_position(dataloader: Any, place: Mapping[str, Any]) -> None:
     if _kind(dataloader) != _ANY_WORLD or place.get("over"):
         return
     name = type(dataloader).__name__
-    dataloader.load_state_dict(_mine(place, _ANY_WORLD, name)["state"])
+    dataloader.load_state_dict(_mine(place, _ANY_WORLD, name, 1)["state"])
 
 
 def _kind(dataloader: object) -> str:
@@ -239,8 +262,8 @@ def _kind(dataloader: object) -> str:
     return _ITS_OWN if stateful else _COUNTED
 
 
-def _mine(place: Mapping[str, Any], kind: str, name: str) -> Mapping[str, Any]:
-    """This rank's position."""
+def _mine(place: Mapping[str, Any], kind: str, name: str, replicas: int) -> Mapping[str, Any]:
+    """This rank's position, where `replicas` ranks have different data."""
     if place["kind"] != kind:
         raise ParallelismValueError(
             f"The checkpoint's position has no meaning in a {name}: another dataloader was in use. {_REMEDY}"
@@ -254,6 +277,11 @@ def _mine(place: Mapping[str, Any], kind: str, name: str) -> Mapping[str, Any]:
         raise ParallelismValueError(
             f"The checkpoint has positions of {len(ranks)} ranks in their {name}, but there are {world} "
             f"now. {_REMEDY}"
+        )
+    if (then := place.get("replicas", replicas)) != replicas:  # earlier versions saved none
+        raise ParallelismValueError(
+            f"The checkpoint has positions of {then} ranks with different data in their {name}, but the mesh "
+            f"has {replicas} now. {_REMEDY}"
         )
     mine: Mapping[str, Any] = ranks[rank]
     return mine

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from composer_dist import MeshConfig, ParallelismConfig, TPConfig
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer import Callback, DistributedDataLoader, StreamingDataLoader, Trainer
@@ -297,6 +298,65 @@ def test_batches_of_another_size_have_another_position() -> None:
     Reading(other, Reading(DataLoader(points(14), 2)).place_of_all(False))  # nothing has been read
     old = {**place, "ranks": [{"batches": 1, "state": place["ranks"][0]["state"]}]}
     assert Reading(other, old).batches == 1
+
+
+@pytest.mark.promise(98)
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (DataLoader(points(14), batch_sampler=BatchSampler(range(14), 3, False)), "batch_size is 3, "),
+        (DataLoader(points(16), 2), "length is 8, "),
+        (DataLoader(points(13), 2), "samples is 13, "),
+    ],
+)
+def test_batches_of_other_data_have_another_position(other: Any, message: str) -> None:
+    def make() -> Any:
+        return DataLoader(points(14), batch_sampler=BatchSampler(range(14), 2, False))
+
+    reading = Reading(make())
+    next(reading)
+    place = reading.place_of_all(False)
+    assert Reading(make(), place).batches == 1
+    with fails(
+        ParallelismValueError, f"The DataLoader's {message}", "whose position counts batches", "data'"
+    ):
+        Reading(other, place)
+
+
+class Endless(Dataset[int]):
+    """Of as many samples as its sampler asks for."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_a_dataset_may_have_no_length() -> None:
+    loader = DataLoader(Endless(), batch_sampler=[[1, 2], [3]])
+    reading = Reading(loader)
+    next(reading)
+    assert next(Reading(loader, reading.place_of_all(False))).tolist() == [3]
+
+
+def of_other_replicas(make: Any) -> None:
+    """A checkpoint of two ranks with different data, and a run of two ranks with the same data."""
+    saved = save_after_three(make)
+    config = ParallelismConfig(
+        mesh=MeshConfig(dp_shard=1, tp=2), tp=TPConfig(plan={"re:.*0": "colwise_gather"})
+    )
+    second, _ = on_parts([], config, classifier(), train_dataloader=make(), check_sampler=False)
+    second.load_state_dict(saved)
+    with fails_alike(ParallelismValueError, "positions of 2 ranks with different data in their", "has 1 now"):
+        second.fit(duration="1ba")
+
+
+@pytest.mark.promise(98)
+@pytest.mark.filterwarnings("ignore:'set_vital'")
+@pytest.mark.parametrize("make", [plain, torchdata])
+def test_places_of_another_number_of_parts_are_refused(world2: World, make: Any) -> None:
+    world2(of_other_replicas, make)
 
 
 def test_generators_continue() -> None:
