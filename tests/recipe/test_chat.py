@@ -15,7 +15,7 @@ from composer_dist.recipe.data import datasets, loader
 from composer_dist.recipe.read import read_configuration
 from composer_dist.recipe.schema import ChatData, RowData
 from composer_dist.recipe.session import run
-from composer_dist.recipe.sources.rows import read
+from composer_dist.recipe.sources.rows import conversations, read
 from composer_dist.recipe.tokenizer import byte_tokenizer
 from composer_dist.recipe.trial import check_packing
 from composer_dist.trainer import State
@@ -99,6 +99,14 @@ def test_rows_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
         ParallelismValueError, match=rf"bad\.jsonl:{len(expected) + 1}: not JSON: Expecting value"
     ):
         read(f"{tmp_path}/bad.jsonl")
+    (tmp_path / "blank.jsonl").write_text('{"text": "a"}\n\n{"text": 3}\n')
+    with pytest.raises(ParallelismValueError, match=r"^data.source: .*blank\.jsonl: The data set"):
+        read(f"{tmp_path}/blank.jsonl")
+    (tmp_path / "bad.csv").write_text("text,label\na,1\nb,2,3\n")
+    with pytest.raises(
+        ParallelismValueError, match=r"^data.source: .*bad\.csv: .*Expected 2 fields in line 3"
+    ):
+        read(f"{tmp_path}/bad.csv")
     (tmp_path / "more.jsonl").write_text('{"messages": [], "more": 1}\n')
     with pytest.raises(
         ParallelismValueError, match=r"other columns than the first one: .*1 new columns .*more"
@@ -115,6 +123,13 @@ def test_rows_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
         read([f"{tmp_path}/rows.parquet", f"{tmp_path}/rows.txt"])
     with pytest.raises(ParallelismValueError, match="No file matches"):
         read(f"{tmp_path}/*.none")
+
+
+def test_rows_in_another_encoding_are_told(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes('{"text": "café"}\n'.encode("latin1"))
+    data = ChatData(kind="chat", source=str(tmp_path / "rows.jsonl"))
+    with fails(ParallelismValueError, "data.source: the rows are not text in UTF-8 (", "iconv -f latin1"):
+        conversations(data, byte_tokenizer(), tmp_path)
 
 
 MIXING = {

@@ -14,7 +14,7 @@ BUILT_IN = ("english", "python")
 
 
 def files_of(patterns: str | Sequence[str]) -> list[Path]:
-    """The files that match or have that name, each once.
+    """The files that match or have that name, each once, however it is spelled.
 
     Raises:
         ParallelismValueError: a pattern matches nothing.
@@ -30,7 +30,10 @@ def files_of(patterns: str | Sequence[str]) -> list[Path]:
             "data.classes) is 'english' or 'python', which come with Python, or files by name or glob; rows "
             "are files."
         )
-    return [Path(file) for file in dict.fromkeys(chain(*found.values())) if Path(file).is_file()]
+    each: dict[str, Path] = {}
+    for file in chain(*found.values()):
+        each.setdefault(os.path.abspath(file), Path(file))
+    return [file for file in each.values() if file.is_file()]
 
 
 def chat_template(data: ChatData | PreferenceData, folder: Path) -> str | None:

@@ -73,18 +73,18 @@ def read(source: Source, streaming: bool = False, key: str = "data.source") -> A
 
 @contextmanager
 def _naming_lines(files: Sequence[Path], key: str) -> Iterator[None]:
-    """Errors name the file, and the line in files of JSON lines."""
+    """Errors name the files, and the line in files of JSON lines."""
     try:
         yield
-    except ParallelismValueError:
+    except ParallelismValueError as failure:
         for file in files:
             with file.open("rb") as lines:
                 for number, line in enumerate(lines, 1) if file.suffix.lower() == ".jsonl" else ():
                     try:
-                        json.loads(line or "{}")
+                        json.loads(line.strip() or b"{}")
                     except ValueError as error:
                         raise ParallelismValueError(f"{key}: {file}:{number}: not JSON: {error}.") from None
-        raise
+        raise ParallelismValueError(f"{key}: {listed(files, 5)}: {failure}") from failure
 
 
 def conversations(data: ChatData, tokenizer: Any, folder: Path) -> tuple[Any, ...]:
@@ -209,6 +209,11 @@ def _map(make: Any, rows: Any, key: str) -> Any:
         return make.map(rows)
     except ParallelismError as error:
         raise type(error)(f"{key}: {error}") from error
+    except UnicodeDecodeError as error:  # files of JSON are decoded when their values are read
+        raise ParallelismValueError(
+            f"{key}: the rows are not text in UTF-8 ({error}). Convert the files, for example by "
+            "iconv -f latin1 -t utf-8."
+        ) from error
 
 
 def pad_token(tokenizer: Any) -> int:

@@ -86,7 +86,14 @@ def _of_dataset(dataset: str = "", column: str = "text", split: str = "train", *
         raise ParallelismValueError(
             f"{dataset} has no column {column!r}; it has {', '.join(loaded.column_names)}."
         )
-    return "\n\n".join(loaded[column])
+    texts = list(loaded[column])
+    for number, one in enumerate(texts):
+        if not isinstance(one, str):
+            raise ParallelismValueError(
+                f"Row {number} of {dataset} has {one!r} in column {column!r}, not a text. Remove the row, or "
+                "name another column."
+            )
+    return "\n\n".join(texts)
 
 
 def load(dataset: str, **arguments: Any) -> Any:

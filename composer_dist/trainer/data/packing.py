@@ -112,6 +112,10 @@ class PackedStream(_Packing, IterableDataset[dict[str, Tensor]]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.window, int) or self.window < 1:
+            raise ParallelismValueError(
+                f"window must be a positive number of documents, not {self.window!r}."
+            )
         self._start: dict[str, Any] = {}
         self._place: dict[str, Any] = {}
 

@@ -35,6 +35,7 @@ def test_files_by_glob_and_what_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one")
     assert text.read(f"{tmp_path}/*.txt") == "one\n\ntwo"
     assert text.read([f"{tmp_path}/b.txt", f"{tmp_path}/*.txt"]) == "two\n\none"
+    assert text.read([f"{tmp_path}/a.txt", f"{tmp_path}/../{tmp_path.name}/a.txt"]) == "one"
     with pytest.raises(ParallelismValueError, match=r"No file matches '.*/\*\.md'.*'english' or 'python'"):
         text.read([f"{tmp_path}/*.md", f"{tmp_path}/a.txt"])
     (tmp_path / "a.bin").write_bytes("wide".encode("utf-16"))
@@ -47,6 +48,14 @@ def test_files_by_glob_and_what_is_not_there(tmp_path: Path) -> None:
         text.read(f"{tmp_path}/c.txt")
     with pytest.raises(ParallelismValueError, match="has 3 tokens, fewer than one sample of 4"):
         text.pieces("one", byte_tokenizer(), 4)
+
+
+def test_a_column_of_texts_has_texts_alone(tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="an extra")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": null}\n')
+    source = {"dataset": "json", "data_files": f"{tmp_path}/a.jsonl"}
+    with pytest.raises(ParallelismValueError, match=r"Row 1 of json has None in column 'text', not a text"):
+        text.read(source)
 
 
 @pytest.mark.promise(118)

@@ -33,6 +33,14 @@ def test_documents_are_cut_where_a_block_is_full(pack: Any) -> None:
     assert count == 3
 
 
+@pytest.mark.parametrize("window", [0, -1, 2.5])
+def test_a_window_has_documents(window: Any) -> None:
+    with pytest.raises(
+        ParallelismValueError, match=f"window must be a positive number of documents, not {window}"
+    ):
+        PackedStream(DOCUMENTS, 4, how="whole", window=window)
+
+
 def test_documents_stay_whole_where_they_fit() -> None:
     packed = PackedDataset(DOCUMENTS, 4, how="whole", pad_token_id=99)
     found = [packed[index]["input_ids"].tolist() for index in range(len(packed))]

@@ -48,10 +48,15 @@ def test_rows_are_padded_column_by_column() -> None:
     assert PadRows(7)([{"input_ids": []}, {"input_ids": [3]}])["input_ids"].tolist() == [[7], [3]]
     assert PadRows(7)([{"input_ids": []}, {"input_ids": [3]}])["input_ids"].dtype == torch.long
     assert PadRows(0)([{"input_ids": [1, 2]}, {"input_ids": [3]}])["labels"].tolist() == [[1, 2], [3, -100]]
+    padded = {"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}  # as tokenizers pad
+    assert PadRows(0)([padded])["labels"].tolist() == [[1, 2, -100]]
     packed = PadRows(0)([{"input_ids": [1, 2], "labels": [1, 2], "position_ids": [0, 1]}])
     assert "attention_mask" not in packed
     with pytest.raises(ParallelismValueError, match="Row 1 of a batch has no input_ids; it has text"):
         PadRows(0)([{"input_ids": [1]}, {"text": "a"}])
+    for column in ([[1, 2], [3]], [[1]], {"a": 1}):
+        with pytest.raises(ParallelismValueError, match=r"Column 'x' does not make one tensor: .*collate_fn"):
+            PadRows(0)([{"input_ids": [1], "x": column}])
     with pytest.raises(ParallelismValueError, match="do not all have the same columns"):
         PadRows(0)([{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}])
 
