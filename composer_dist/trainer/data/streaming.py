@@ -148,8 +148,8 @@ class StreamingDataLoader:
         seed = derived_seed("workers", torch.initial_seed(), self._epoch, self.rank)
         options = {"generator": torch.Generator().manual_seed(seed), **self._options}
         stream = with_position(self.dataset)
-        if not isinstance(stream, IterableDataset):
-            stream = _Counted(stream, _own=hasattr(stream, "load_state_dict"))
+        if hasattr(stream, "_ex_iterable") or not isinstance(stream, IterableDataset):
+            stream = _Pass(stream, own=hasattr(stream, "load_state_dict"))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it
             loader = StatefulDataLoader(
@@ -199,27 +199,38 @@ def rewind(stream: Any) -> None:
 
 def with_position(stream: Any) -> Any:
     """The stream, for one pass; counted, if the position of `datasets` lacks what a shuffle buffer holds."""
-    return _Counted(stream) if _has_shuffle_buffer(stream) else stream
+    return _Pass(stream) if _has_shuffle_buffer(stream) else stream
 
 
 @dataclass(eq=False)
-class _Counted(IterableDataset[Any]):
-    """One pass over a stream; its position is a number of samples, up to which the stream is read again."""
+class _Pass(IterableDataset[Any]):
+    """One pass over a stream.
+
+    Its position is a number of samples, up to which the stream is read again, or the stream's own. That is
+    known only once a sample has been read: until then it is the one that was loaded, or the start.
+    """
 
     stream: Any
     samples: int = 0
-    _own: bool = False
+    own: bool = False
     """Whether the position is the stream's own; so are those in older checkpoints."""
+    _loaded: Any = None
+
+    def __post_init__(self) -> None:
+        self._loaded = _START
 
     def state_dict(self) -> Any:
-        return self.stream.state_dict() if self._own else {"samples": self.samples}
+        if not self.own:
+            return {"samples": self.samples}
+        return self.stream.state_dict() if self._loaded is None else self._loaded
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._own = self._own or "samples" not in state
-        if self._own:
-            self.stream.load_state_dict(state)
-        else:
+        self.own = self.own or "samples" not in state
+        if not self.own:
             self.samples = state["samples"]
+        elif state != _START:
+            self._loaded = state
+            self.stream.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:
         stream = iter(self.stream)
@@ -227,8 +238,13 @@ class _Counted(IterableDataset[Any]):
             for _ in islice(stream, self.samples):
                 pass
         for sample in stream:
-            self.samples += 1
+            self._loaded = None
+            self.samples += not self.own
             yield sample
+
+
+_START = {"start": True}
+"""The position of a pass that has not begun."""
 
 
 def _has_shuffle_buffer(stream: Any) -> bool:

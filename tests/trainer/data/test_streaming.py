@@ -123,6 +123,28 @@ def test_workers_divide_the_files_and_resume(tmp_path: Path) -> None:
         opened(0).load_state_dict(first.state_dict())
 
 
+@pytest.mark.promise(100)
+@crossed({"workers": [2, 0], "how": [None, "cut", "whole"]})
+def test_a_position_is_kept_until_each_worker_has_read_something(
+    workers: int, how: Any, tmp_path: Path
+) -> None:
+    def opened(state: Any = None) -> StreamingDataLoader:
+        stream = files(tmp_path).map(dict)
+        packed = stream if how is None else PackedStream(stream, 7, how=how, window=4)
+        made = StreamingDataLoader(packed, 1, collate_fn=None if how else collate, num_workers=workers)
+        if state is not None:
+            made.load_state_dict(state)
+        return made
+
+    whole, found, state = tokens(opened()), [], None
+    for count in (1, 1, 0, 2, 1):
+        loader = opened(state)
+        batches = iter(loader)
+        found += tokens(next(batches) for _ in range(count))
+        state = loader.state_dict()
+    assert found + tokens(opened(state)) == whole
+
+
 def shuffled(folder: Path, how: Any = None, workers: int = 0, state: Any = None) -> Any:
     """Epoch 1 of a stream with a shuffle buffer, or what is left of it."""
     stream = files(folder).shuffle(seed=3, buffer_size=5).map(dict)
