@@ -14,6 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
+from composer_dist.config.launched import launched_ranks
 from composer_dist.distributed.mesh.mesh import sampler_kwargs
 from composer_dist.distributed.ranks import process_group
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
@@ -169,9 +170,20 @@ class DistributedDataLoader:
         self._start, self._batches_before = state["samples"], state["batches"]
 
     def __len__(self) -> int:
-        """Batches of an epoch, of the rank that has the most; TypeError for a stream without length."""
+        """Batches of an epoch, of the rank that has the most; TypeError where that is not known.
+
+        Raises:
+            ParallelismTypeError: the batches depend on how many ranks have different data.
+        """
         if self._length is None:
             raise TypeError(f"{type(self.dataset).__name__} has no length.")
+        ranks = max(process_group.world_and_rank()[0], launched_ranks())
+        if self.num_replicas is None and self.global_batch_size is None and ranks > 1:
+            raise ParallelismTypeError(
+                f"How many of the {ranks} ranks have different data? The number of batches of batch_size="
+                f"{self.batch_size} each depends on it. Use global_batch_size, pass mesh= to the "
+                "DistributedDataLoader, or ask the Trainer's state.train_dataloader."
+            )
         return self._batches_before + batches_left(self._start, self._length, self._size, self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:

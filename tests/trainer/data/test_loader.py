@@ -225,6 +225,15 @@ class Stream(IterableDataset[int]):
         return iter(range(LENGTH))
 
 
+def test_the_length_of_a_loader_that_is_placed_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(DistributedDataLoader(range(LENGTH), 3)) == 8
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert len(DistributedDataLoader(range(LENGTH), global_batch_size=6)) == 4
+    assert len(loaders(2)[0]) == 4
+    with fails(ParallelismTypeError, "How many of the 2 ranks have different data?", "global_batch_size"):
+        len(DistributedDataLoader(range(LENGTH), 3))
+
+
 class ShuffledStream(IterableDataset[int]):
     """Numbers in an order that Python's generator gives."""
 
