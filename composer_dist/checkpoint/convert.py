@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -28,10 +29,11 @@ from composer_dist.distributed.mesh.layout import Coordinate, Layout
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.errors import CheckpointError, CheckpointKeyError, CheckpointValueError
 from composer_dist.files.checkpoint_format import NAME, Kind, decode
+from composer_dist.files.find import index_weights
 from composer_dist.files.index import Entry, Index, check_inside
 from composer_dist.files.match import match_names
+from composer_dist.files.other_libraries import model_in
 from composer_dist.files.read import Files, read_slabs
-from composer_dist.files.safetensors import read_index
 from composer_dist.files.slabs import plan_reads
 from composer_dist.files.transformers import revert, untied, untying
 from composer_dist.files.write import NewFiles, write_tensor
@@ -80,7 +82,7 @@ def convert_checkpoint(
             named = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
             contents: dict[str, tuple[Kind, Any]] = {key: ("model", named)}
         else:
-            contents = _from_checkpoint(open_checkpoint(str(source)), mapped, stage)
+            contents = _from_checkpoint(open_checkpoint(str(source)), key, mapped, stage)
             tensors = {}
         if form != "huggingface":
             _save(contents, target, sharded=form == "sharded")
@@ -98,7 +100,8 @@ def convert_checkpoint(
 def form_of(path: Path) -> Form:
     """The form of the checkpoint at a path, judged by its files."""
     if path.is_dir() and not (path / NAME).exists():
-        return "huggingface" if any(path.glob("*.safetensors")) else "sharded"
+        there = chain(path.glob("*.safetensors"), path.glob("pytorch_model.bin*"))
+        return "huggingface" if any(there) else "sharded"
     return "sharded" if path.is_dir() else "huggingface" if path.suffix == ".safetensors" else "file"
 
 
@@ -171,7 +174,7 @@ def model_like(
 
 def _from_huggingface(source: Path, model: Any, mapped: Mapped, stage: Stage) -> dict[str, Tensor]:
     """The model's tensors under all names in its `state_dict()`."""
-    index = read_index(source)
+    index, _ = index_weights(source)
     root = source if source.is_dir() else source.parent
     structure = read_structure(model)
     match = match_names(structure, index.tensors, source, index.adapter)
@@ -188,8 +191,8 @@ def _named(structure: Structure, values: Mapping[str, Tensor], model: Any) -> di
     return {name: values[firsts[name]] for name in model.state_dict() if firsts[name] in values}
 
 
-def _from_checkpoint(opened: Opened, mapped: Mapped, stage: Stage) -> dict[str, tuple[Kind, Any]]:
-    """Everything in a checkpoint, by key, with mapped tensors."""
+def _from_checkpoint(opened: Opened, model: str, mapped: Mapped, stage: Stage) -> dict[str, tuple[Kind, Any]]:
+    """Everything in a checkpoint, by key, with mapped tensors; a bare `state_dict()` gets the key `model`."""
     opened.verify(0, 1)
     known: dict[str, Tensor] = {}
 
@@ -200,7 +203,10 @@ def _from_checkpoint(opened: Opened, mapped: Mapped, stage: Stage) -> dict[str, 
             known[path] = mapped.tensor(opened.tensors[path], opened.index, Path(opened.root), stage)
         return known[path]
 
-    return {key: (stored_kind(opened, key), decode(code, read)) for key, code in opened.structure.items()}
+    found = {key: decode(code, read) for key, code in opened.structure.items()}
+    if not opened.sharded and model_in(found) is found:
+        return {model: ("model", found)}
+    return {key: (stored_kind(opened, key), value) for key, value in found.items()}
 
 
 def _of_model(

@@ -124,6 +124,21 @@ def test_models_into_checkpoints_and_back(tmp_path: Path) -> None:
         same(tensors(target), tensors(tmp_path / "model"))
 
 
+def test_a_bare_state_and_a_directory_from_before_safetensors(tmp_path: Path) -> None:
+    model, old, bare = random(llama()), tmp_path / "old", tmp_path / "bare.pt"
+    write(model, tmp_path / "like")
+    model.config.save_pretrained(old)
+    torch.save(model.state_dict(), bare)
+    torch.save(model.state_dict(), old / "pytorch_model.bin")
+    for source in (bare, old):
+        convert(source, tmp_path / f"{source.stem} made", "--to", "huggingface", "--like", tmp_path / "like")
+        same(tensors(tmp_path / f"{source.stem} made"), tensors(tmp_path / "like"))
+        convert(source, tmp_path / f"{source.stem} start", "--to", "sharded")
+        other = random(llama(), seed=2)
+        load_checkpoint(tmp_path / f"{source.stem} start", {"model": other})
+        same(other.state_dict(), model.state_dict())
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
 def test_what_cannot_be_converted_is_said_in_a_statement(tmp_path: Path) -> None:
     write(pretrained_llama(), tmp_path / "model")
