@@ -20,7 +20,7 @@ from composer_dist.errors import CheckpointError, CheckpointValueError, Parallel
 from composer_dist.precision import as_precision
 from composer_dist.random_states import seed_all, set_aside
 from composer_dist.recipe import named
-from composer_dist.recipe.data import Loader, datasets, loader
+from composer_dist.recipe.data import Loader, datasets, epoch_of, loader
 from composer_dist.recipe.models import Built, build_model, tokenizer_of
 from composer_dist.recipe.other_libraries.failures import blaming, check_wandb
 from composer_dist.recipe.output.summary import RunSummary
@@ -43,10 +43,7 @@ from composer_dist.trainer import (
 # Not public: only recipes and the Trainer check.
 from composer_dist.trainer.arguments import as_list, check_duration
 from composer_dist.trainer.data.batch import num_samples, num_tokens
-from composer_dist.trainer.data.loader import (
-    length_of,
-    sample_count,
-)  # not public: for recipes and the Trainer
+from composer_dist.trainer.data.loader import sample_count
 from composer_dist.trainer.evaluation import check_metrics
 from composer_dist.trainer.improvement import measured_on
 from composer_dist.trainer.schedulers import sorted_out
@@ -146,7 +143,7 @@ def default_rate(run: Run) -> dict[str, float]:
 def scheduler_of(
     run: Run, optimizer: Optimizer, configuration: Configuration, epoch: int | None
 ) -> list[Any]:
-    """The schedule of the learning rate, if there is one; torch's schedulers step once a batch."""
+    """The schedule of the learning rate, if there is one; torch's schedulers step once a batch by default."""
     if run.scheduler is None:
         return []
     kind = named.find("scheduler", named.SCHEDULERS, run.scheduler.name, configuration.folder)
@@ -157,14 +154,20 @@ def scheduler_of(
     if not torchs and "optimizer" not in known_names(kind):
         return [kind(**arguments)]
     for name in named.WHOLE_RUN.intersection(known_names(kind)).difference(arguments):
-        arguments[name] = batches(run.trainer.get("max_duration"), epoch)
+        arguments[name] = _scheduler_steps(run, epoch)
     given = ", ".join(f"{name}={value}" for name, value in arguments.items())
     with blaming(f"scheduler {run.scheduler.name!r}{given and f' with {given}'}"):
         made = kind(optimizer, **arguments)
     last = getattr(made, "total_steps", None)
-    if last is not None and (steps := batches(run.trainer.get("max_duration"), epoch)) > last:
-        raise ParallelismValueError(f"scheduler.total_steps is {last}, but the run has {steps} batches.")
+    if last is not None and (steps := _scheduler_steps(run, epoch)) > last:
+        raise ParallelismValueError(f"scheduler.total_steps is {last}, but the run has {steps} steps.")
     return [made]
+
+
+def _scheduler_steps(run: Run, epoch: int | None) -> int:
+    """How often torch's schedulers step: after each batch, or after each epoch if the run says so."""
+    count = batches(run.trainer.get("max_duration"), epoch)
+    return count if run.trainer.get("step_schedulers_every_batch", True) else count // (epoch or 1)
 
 
 def start_of(
@@ -275,7 +278,7 @@ def check_total(state: State, run: Run) -> None:
     """Refuses to continue beyond the last step of a schedule that an earlier process started."""
     for scheduler in state.schedulers:
         last = getattr(scheduler, "total_steps", None)
-        if last is not None and batches(run.trainer["max_duration"], state.train_length or 0) > last:
+        if last is not None and _scheduler_steps(run, state.train_length or 0) > last:
             raise CheckpointValueError(
                 f"The run was started for {last} batches, and {type(scheduler).__name__} cannot go further; "
                 "'cosine', 'linear' and 'constant' can."
@@ -326,11 +329,6 @@ def loggers_of(configuration: Configuration) -> list[Any]:
         if name == "wandb" and process_group.world_and_rank()[1] == 0:  # the one that logs
             check_wandb(arguments or {})
     return made
-
-
-def epoch_of(run: Run, loader: Any) -> int | None:
-    """The batches of an epoch; None for a stream."""
-    return length_of(loader, run.trainer.get("train_subset_num_batches"))
 
 
 def batches(duration: Time | str | int | None, epoch: int | None) -> int:

@@ -24,7 +24,9 @@ from composer_dist.recipe.schema import (
 )
 from composer_dist.recipe.sources import rows, text
 from composer_dist.trainer import DistributedDataLoader, PadPreferences, PadRows, StreamingDataLoader
-from composer_dist.trainer.data.loader import sample_count  # not public: for recipes and the Trainer
+
+# Not public: for recipes and the Trainer.
+from composer_dist.trainer.data.loader import length_of, sample_count
 
 Datasets = tuple[Any, ...]
 Loader = DistributedDataLoader | StreamingDataLoader
@@ -95,6 +97,11 @@ def loader(dataset: Dataset[Any], configuration: Configuration, tokenizer: Any, 
         return StreamingDataLoader(dataset, **options)
     shuffle = training and data.shuffle and samples is not None  # a stream shuffles itself
     return DistributedDataLoader(dataset, shuffle=shuffle, seed=run.seed, **options)
+
+
+def epoch_of(run: Run, loader: Any) -> int | None:
+    """The batches of an epoch; None for a stream."""
+    return length_of(loader, run.trainer.get("train_subset_num_batches"))
 
 
 def _parts(configuration: Configuration) -> int:

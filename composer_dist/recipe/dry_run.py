@@ -32,14 +32,13 @@ from composer_dist.recipe.build import (
     check_steps,
     check_total,
     earlier_run,
-    epoch_of,
     loggers_of,
     optimizer_of,
     resume_of,
     scheduler_of,
     start_of,
 )
-from composer_dist.recipe.data import datasets, loader
+from composer_dist.recipe.data import datasets, epoch_of, loader
 from composer_dist.recipe.first_look.places import check_places
 from composer_dist.recipe.models import build_model, tokenizer_of
 from composer_dist.recipe.named import OPTIMIZERS, find, resolve

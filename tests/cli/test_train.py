@@ -1,5 +1,6 @@
 """`composer-dist train` as its user sees it."""
 
+import json
 import os
 import re
 import subprocess
@@ -232,6 +233,20 @@ def test_a_dry_run_looks_into_the_checkpoints_of_an_earlier_run(tmp_path: Path) 
     status, _, told = call(*run, "--dry-run")
     assert (status, "All checkpoints in" in told) == (2, True), told
     assert (tmp_path / "out" / "checkpoints" / "ep0-ba1").is_dir(), "nothing was renamed"
+
+
+def test_a_schedule_that_steps_after_each_epoch_has_as_many_steps(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MINE)
+    (tmp_path / "mine.py").write_text(CODE)
+    cosine = "scheduler={name: torch.optim.lr_scheduler.CosineAnnealingLR}"
+    run = [tmp_path / "mine.yaml", f"out={tmp_path / 'out'}", cosine, "optimizer={name: sgd, lr: 1.0}"]
+    run += ["trainer.max_duration=2ep", "trainer.step_schedulers_every_batch=false"]
+    assert call(*run, "callbacks={lr_monitor: {}}", "loggers={file: {interval: 1ba}}")[0] == 0
+    lines = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    rates = [value for line in lines for key, value in line.items() if key.startswith("lr-")]
+    assert rates == pytest.approx([1.0, 1.0, 0.5, 0.5])
+    once = "scheduler={name: one_cycle, max_lr: 1, total_steps: 2}"
+    assert call(*run, once, "--dry-run", f"out={tmp_path / 'new'}")[0] == 0
 
 
 def test_a_metric_that_a_callback_of_the_user_may_log_is_looked_for_in_the_run(tmp_path: Path) -> None:

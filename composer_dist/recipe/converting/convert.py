@@ -131,8 +131,9 @@ def _check(foreign: Foreign, done: Conversion) -> None:
     """Our own checks of the result; what is wrong is reported with the line of the file it comes from."""
     values = {**done.values, "trainer": {"max_duration": "1ep", **done.values.get("trainer", {})}}
     problems = Problems(Document(values, foreign.name, foreign.origins))
-    if done.whole:
-        problems.check(Run, {"out": "out", **values})
+    named = {"name": "package.module.Name"}
+    rest = {} if done.whole else {"model": {"kind": "module", **named}, "data": {"kind": "function", **named}}
+    problems.check(Run, {"out": "out", **values, **rest})
     check_outline(values, problems)
     check_sections(values, Path(foreign.name).parent, problems)
     problems.settle()

@@ -3,9 +3,11 @@
 import re
 from typing import Any
 
+from composer_dist import DDPConfig
 from composer_dist.recipe.converting.finetuning_scheduler import convert_callbacks
 from composer_dist.recipe.converting.foreign import Foreign
 from composer_dist.recipe.converting.sharding import put_strategy
+from composer_dist.recipe.signature import known_names
 
 _PRECISIONS = {
     "32": "fp32", "32-true": None, "16": "amp_fp16", "16-mixed": "amp_fp16", "bf16": "amp_bf16",
@@ -20,14 +22,16 @@ _FIT = ("limit_train_batches", "limit_val_batches")
 
 def convert_lightning(foreign: Foreign) -> None:
     """What the keys of Lightning's command line become."""
-    foreign.move("seed", "seed_everything")
+    seed = foreign.take("seed_everything")
+    if seed is not None and seed is not False:
+        foreign.put(0 if seed is True else seed, "seed", "seed_everything")  # true is 0 there
     callbacks = "callbacks+" if foreign.get("trainer", "callbacks+") is not None else "callbacks"
     convert_callbacks(foreign, "trainer", callbacks)
     _length(foreign)
     _precision(foreign)
     _strategy(foreign)
     kind = foreign.one_of(("NORM", "VALUE"), "", "trainer", "gradient_clip_algorithm", default="norm").lower()
-    if (norm := foreign.take("trainer", "gradient_clip_val")) is not None:
+    if norm := foreign.take("trainer", "gradient_clip_val"):  # 0 clips nothing there
         foreign.put({kind: norm}, "trainer.gradient_clipping", "trainer", "gradient_clip_val")
     for theirs, ours in zip(_FIT, ("train_subset_num_batches", "eval_subset_num_batches"), strict=True):
         if isinstance(count := foreign.take("trainer", theirs), int):
@@ -102,11 +106,12 @@ def _strategy(foreign: Foreign) -> None:
     elif name.startswith(("DDPStrategy", "ddp")):
         if unused := re.fullmatch(r"ddp.*_find_unused_parameters_(true|false)", name):
             args["find_unused_parameters"] = unused[1] == "true"
-        foreign.put(args or {}, "parallelism.ddp", *path)
-        args = {}
+        known = known_names(DDPConfig)
+        found = {key: args.pop(key) for key in [*args] if key in known and args[key] is not None}
+        foreign.put(found, "parallelism.ddp", *path)
     else:
         foreign.remark("choose a strategy: fsdp, hsdp, tp or ddp", *path)
-    for key in args:
+    for key in (key for key, value in args.items() if value is not None):
         text = {"save_distributed_checkpoint": "automatic: checkpoints are sharded"}.get(
             key, "has no counterpart"
         )
@@ -139,4 +144,6 @@ def _named(foreign: Foreign, section: str) -> None:
     name = str(given["class_path"])
     short = _NAMES.get(name) or _SCHEDULERS.get(name.rpartition(".")[2]) or name
     ours = "scheduler" if section == "lr_scheduler" else section
+    if section == "lr_scheduler":
+        foreign.put(False, "trainer.step_schedulers_every_batch", section)
     foreign.put({"name": short, **foreign.mapping(section, "init_args")}, ours, section)

@@ -166,6 +166,7 @@ def test_a_file_of_lightnings_command_line(tmp_path: Path) -> None:
         "precision": "amp_bf16",
         "gradient_clipping": {"norm": 0.5},
         "train_subset_num_batches": 7,
+        "step_schedulers_every_batch": False,  # Lightning's command line steps after each epoch
     }
     assert values["parallelism"]["mesh"] == {"dp_shard": 2, "tp": 1}
     assert len(values["parallelism"]["rules"]) == 3
@@ -197,6 +198,20 @@ def test_every_argument_of_the_callbacks_is_accounted_for() -> None:
         path.format(2, "filename"): False,
         "trainer.max_steps": True,
     }
+
+
+def test_defaults_that_lightnings_command_line_writes() -> None:
+    options = {"process_group_backend": "gloo", "timeout": None, "static_graph": True}
+    strategy = {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": options}
+    trainer = {"max_epochs": 1, "gradient_clip_val": 0.0, "strategy": strategy}
+    done = convert_values({"seed_everything": True, "trainer": trainer})
+    assert done.values == {
+        "seed": 0,
+        "trainer": {"max_duration": "1ep"},
+        "parallelism": {"ddp": {"static_graph": True}},
+    }
+    assert [one.key for one in done.remarks] == ["trainer.strategy.init_args.process_group_backend"]
+    assert "seed" not in convert_values({"seed_everything": False, "trainer": trainer}).values
 
 
 @pytest.mark.parametrize(
