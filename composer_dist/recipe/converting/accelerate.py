@@ -27,7 +27,7 @@ _HERE = {
     "enable_cpu_affinity": "has no counterpart: use numactl",
     "downcast_bf16": "has no counterpart: this library does not run on XLA",
 }  # fmt: skip
-_OTHERS = {
+OTHERS = {
     "DEEPSPEED": "parallelism: fsdp is ZeRO-3, and {fsdp2: {reshard_after_forward: false}} is ZeRO-2",
     "MEGATRON_LM": "parallelism: {mesh: {tp: 8}, tp: {}} cuts matrices, with parallelism: fsdp between hosts",
     "XLA": "this library does not run on XLA",
@@ -47,8 +47,8 @@ def convert_accelerate(foreign: Foreign) -> None:
         ConfigurationError: it asks for DeepSpeed, Megatron or XLA, or for a value that accelerate lacks.
     """
     kind = str(foreign.take("distributed_type", default="NO")).upper().rpartition(".")[2]
-    if kind in _OTHERS:
-        raise foreign.wrong(f"{kind} cannot be converted: {_OTHERS[kind]}", "distributed_type")
+    if kind in OTHERS:
+        raise foreign.wrong(f"{kind} cannot be converted: {OTHERS[kind]}", "distributed_type")
     if kind == "FSDP":
         accelerates_fsdp(foreign, "fsdp_config", version=1)
     elif kind.startswith("MULTI_"):
@@ -122,7 +122,8 @@ def convert_transformers(foreign: Foreign) -> None:
         return
     options = foreign.take("fsdp")
     words = options.split() if isinstance(options, str) else options if isinstance(options, list) else []
-    if options or foreign.get("fsdp_config") is not None:
+    foreign.drop(OTHERS["DEEPSPEED"], "deepspeed", undecided=True)
+    if options:
         if not isinstance(foreign.get("fsdp_config", default={}), dict):
             file = foreign.get("fsdp_config")
             raise foreign.wrong(f"{file} is another file; convert that one", "fsdp_config")
@@ -130,6 +131,7 @@ def convert_transformers(foreign: Foreign) -> None:
         for word in words:
             _legacy(foreign, str(word))
     else:
+        foreign.drop("fsdp is not set, so these had no effect", "fsdp_config")
         _replicas(foreign)
     for theirs, ours in (("bf16", "amp_bf16"), ("fp16", "amp_fp16")):
         if foreign.take(theirs, default=False):

@@ -80,6 +80,8 @@ def convert_composer(foreign: Foreign) -> None:
     foreign.take("variables")
     for theirs, ours in _SIMPLE.items():
         foreign.move(ours, theirs)
+    if foreign.get("train_loader") is not None and foreign.get("precision") is None:
+        foreign.put("amp_bf16", "trainer.precision")  # LLM Foundry's default
     for key in _SUBSETS:
         if foreign.take(key, default=-1) != -1:
             foreign.move(f"trainer.{key}", key)

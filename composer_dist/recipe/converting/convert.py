@@ -112,6 +112,10 @@ def recognized(foreign: Foreign) -> str:
         return "finetuning-scheduler"
     if "distributed_type" in keys:
         return "accelerate"
+    if "zero_optimization" in keys:
+        raise foreign.wrong(f"DeepSpeed cannot be converted: {accelerate.OTHERS['DEEPSPEED']}")
+    if any(isinstance(one, dict) and "_component_" in one for one in foreign.values.values()):
+        raise foreign.wrong("torchtune cannot be converted: see docs/migration/torchtune.md")
     counts = {
         "composer": len(keys & composer.KEYS),
         "accelerate": len(keys & accelerate.ACCELERATE),

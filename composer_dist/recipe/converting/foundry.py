@@ -122,7 +122,8 @@ def _rows(foreign: Foreign, *dataset: str) -> None:
         foreign.take("max_seq_len")
     foreign.move("data.shuffle", *dataset, "shuffle")
     foreign.move("data.workers", "train_loader", "num_workers")
-    foreign.move("data.drop_last", "train_loader", "drop_last")
+    drops = foreign.take("train_loader", "drop_last", default=False)
+    foreign.put(drops, "data.drop_last", "train_loader", "drop_last")
     if foreign.get(*dataset, "preprocessing_fn") is not None:
         text = "call it in a function of yours (data: {kind: function, name: file.py:name}), or write its"
         foreign.drop(
@@ -138,7 +139,7 @@ def _rows(foreign: Foreign, *dataset: str) -> None:
 def _chats(foreign: Foreign, *dataset: str) -> None:
     """What rows of causal language models have."""
     packing = foreign.take(*dataset, "packing_ratio")
-    foreign.put(packing is not None, "data.packing", *dataset, "packing_ratio")
+    foreign.put(packing not in (None, 1), "data.packing", *dataset, "packing_ratio")  # 1 packs nothing
     _losses(foreign, *dataset)
 
 

@@ -138,6 +138,17 @@ def test_transformers_arguments(given: dict[str, Any], values: dict[str, Any]) -
     resolve_config(values["parallelism"])
 
 
+def test_transformers_arguments_without_fsdp_stay_without_it() -> None:
+    """As `TrainingArguments.to_json_string` writes them."""
+    off = {"min_num_params": 0, "xla": False}
+    given = {"output_dir": "out", "bf16": True, "fsdp": [], "fsdp_config": off, "deepspeed": "zero.json"}
+    done = convert_values(given)
+    assert done.values == {"parallelism": "ddp", "trainer": {"precision": "amp_bf16"}}
+    assert {one.key: one.undecided for one in done.remarks} == {
+        "deepspeed": True, "fsdp_config": False, "output_dir": False,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

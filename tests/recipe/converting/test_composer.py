@@ -143,6 +143,16 @@ def test_defaults_and_options_that_change_what_is_trained() -> None:
     assert "callbacks.early_stopper.dataloader_label" not in said
 
 
+def test_what_llm_foundry_does_where_its_file_says_nothing() -> None:
+    given = yaml.safe_load(FOUNDRY)
+    del given["precision"], given["train_loader"]["drop_last"]
+    given["train_loader"]["dataset"]["packing_ratio"] = 1.0
+    values = convert_values(given).values
+    assert values["trainer"]["precision"] == "amp_bf16"
+    assert values["data"]["drop_last"] is False
+    assert values["data"]["packing"] is False
+
+
 @pytest.mark.slow
 def test_the_converted_run_plans_and_trains(tmp_path: Path) -> None:
     (tmp_path / "dolly.yaml").write_text(FOUNDRY)
@@ -244,6 +254,8 @@ def test_decoupled_weight_decay_is_torchs_divided_by_the_first_rate() -> None:
         ("seed: ${seed}\nmax_duration: 1ep\n", "refers to itself"),
         ("speed: 1\n", "do not say which library they are for. Pass --from with one of composer"),
         ("activation_checkpointing: true\n", "Pass --from"),
+        ("model: {_component_: torchtune.models.a}\noutput_dir: o\n", "torchtune cannot be converted"),
+        ("gradient_accumulation_steps: 1\nzero_optimization: {stage: 3}\n", "DeepSpeed cannot be converted"),
         ("", "nothing to convert"),
         ("a: [\n", "x.yaml:2: not valid YAML"),
     ],
