@@ -258,6 +258,8 @@ def _to_huggingface(
     stage.expect(sum(entry.nbytes for entry in plan.index.entries.values()))
     with staged(target) as directory:
         for file in sorted(like.iterdir()) if like.is_dir() else ():  # configuration, tokenizer, code
+            if file.is_dir():  # such as the one that is written to, where it is `like`
+                continue
             check_inside(like, [file.name])
             if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, directory / file.name)

@@ -1,11 +1,13 @@
 """`composer-dist convert-config`: converts a configuration of another library."""
 
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from composer_dist.cli.init import write_whole
 from composer_dist.cli.train import hush
 
 EXAMPLES = """
@@ -68,7 +70,7 @@ def convert_config(
     if target is None:
         typer.echo(text, nl=False)
         return
-    target.write_text(text, "utf-8")
+    write_whole(target, text)
     for title, undecided in (("to decide", True), ("not converted", False)):
         for remark in done.remarks:
             if remark.undecided is undecided:
@@ -78,5 +80,5 @@ def convert_config(
 
 def _next(target: Path, whole: bool) -> str:
     if whole:
-        return f" Check it: composer-dist train {target} --dry-run"
+        return f" Check it: composer-dist train {shlex.quote(str(target))} --dry-run"
     return " It is a part of a run: 'composer-dist init' writes a whole one to copy it to."

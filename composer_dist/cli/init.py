@@ -1,5 +1,6 @@
 """`composer-dist init`: a first configuration, with comments."""
 
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -71,14 +72,26 @@ def init(
         raise typer.BadParameter(f"{', '.join(there)} already exists; pass --force.", param_hint="PATH")
     target.parent.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():
-        aside = file.with_name(f".{file.name}.tmp")
-        try:
-            aside.write_text(text, "utf-8")
-            aside.replace(file)
-        finally:
-            aside.unlink(missing_ok=True)
+        write_whole(file, text)
         typer.echo(f"Wrote {file}")
-    typer.echo(f"Next: composer-dist train {target}")
+    typer.echo(f"Next: composer-dist train {shlex.quote(str(target))}")
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file in one step: an error, such as a full disk, leaves what was there."""
+    if file.exists() and not file.is_file():  # a pipe, such as /dev/stdout
+        file.write_text(text, "utf-8")
+        return
+    real = file.resolve()  # a link stays one
+    aside = real.with_name(f".{real.name}.tmp")
+    try:
+        aside.write_text(text, "utf-8")
+        aside.replace(real)
+    except OSError as error:
+        error.filename = str(file)  # a full disk's has none
+        raise
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _files(preset: str, target: Path) -> dict[Path, str]:

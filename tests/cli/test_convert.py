@@ -263,6 +263,22 @@ def test_only_models_of_transformers_are_called(tmp_path: Path, architecture: st
     assert not (tmp_path / "out").exists()
 
 
+def test_a_directory_with_others_in_it_is_split_again_in_place(tmp_path: Path) -> None:
+    model = random(llama())
+    write(model, tmp_path / "model")
+    before = tensors(tmp_path / "model")
+    (tmp_path / "model" / "original").mkdir()
+    (tmp_path / "model" / "original" / "params.json").write_text("{}")
+    options = ["--to", "huggingface", "--max-shard-size", "5KB"]
+    convert(tmp_path / "model", tmp_path / "other", *options)
+    convert(tmp_path / "model", tmp_path / "model", *options, "--overwrite")
+    for made in ("other", "model"):
+        assert len(list((tmp_path / made).glob("*.safetensors"))) > 1
+        same(tensors(tmp_path / made), before)
+    assert (tmp_path / "model" / "original" / "params.json").exists()
+    assert not (tmp_path / "other" / "original").exists()
+
+
 @pytest.mark.promise(107)
 def test_links_out_of_the_directory_are_not_copied(tmp_path: Path) -> None:
     write(llama(), tmp_path / "model")

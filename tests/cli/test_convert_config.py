@@ -1,7 +1,9 @@
 """`composer-dist convert-config`: what it writes, prints and refuses."""
 
+import errno
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -30,6 +32,20 @@ def test_it_writes_the_result_and_lists_what_is_not_in_it(tmp_path: Path) -> Non
     status, _, told = call(source, target)
     assert status == 2
     assert "already exists; pass --overwrite" in told
+
+
+def test_a_disk_that_is_full_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = tmp_path / "fsdp.json", tmp_path / "ours.yaml"
+    source.write_text(json.dumps({"version": 2, "cpu_offload": True}))
+    target.write_text("old")
+
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        status, _, told = call(source, target, "--overwrite")
+    assert (status, target.read_text()) == (1, "old")
+    assert f"{target}: No space left on device" in told
+    assert sorted(tmp_path.iterdir()) == [source, target]
 
 
 def test_it_prints_one_section_for_other_trainers(tmp_path: Path) -> None:
