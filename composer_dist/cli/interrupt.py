@@ -59,7 +59,7 @@ def ended_at_once(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def interruptible(*arguments: Any, **options: Any) -> None:
-        with CtrlC(at_once=True, command=command.__name__):
+        with CtrlC(at_once=True, command=command.__name__.replace("_", "-")):
             command(*arguments, **options)
 
     return interruptible

@@ -168,7 +168,9 @@ def test_ctrl_c_before_typer_is_there_ends_without_a_word(tmp_path: Path, comman
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-@pytest.mark.parametrize("command", [["doctor"], ["plan", "mine.yaml"], ["keys"]])
+@pytest.mark.parametrize(
+    "command", [["doctor"], ["plan", "mine.yaml"], ["keys"], ["convert-config", "mine.yaml"]]
+)
 def test_ctrl_c_ends_a_command_though_an_import_swallows_it(tmp_path: Path, command: list[str]) -> None:
     swallowed = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n"
     (tmp_path / "torch.py").write_text(f"{swallowed}except KeyboardInterrupt:\n    raise ImportError\n")

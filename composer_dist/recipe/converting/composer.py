@@ -216,6 +216,8 @@ def _algorithms(foreign: Foreign) -> None:
             foreign.remark(text, *path)
         else:
             text = "there are no algorithms: write a callback, and name it package.module.Name"
+            if name == "ema":
+                text = "here it is a callback: callbacks: {ema: {half_life: ...}}"
             foreign.remark(text, *path)
 
 

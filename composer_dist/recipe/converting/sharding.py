@@ -151,9 +151,8 @@ def accelerates_fsdp(foreign: Foreign, *path: str, version: int) -> None:
 
     number = foreign.number(version, *path, key("version"))
     foreign.put({}, FSDP2, *path)
-    name = next(
-        (one for one in map(key, ("reshard_after_forward", "sharding_strategy")) if one in section), ""
-    )
+    names = map(key, ("reshard_after_forward", "sharding_strategy"))
+    name = next((one for one in names if section.get(one) is not None), "")
     for other in (key("reshard_after_forward"), key("sharding_strategy")):
         foreign.take(*path, other)
     if name:

@@ -65,6 +65,10 @@ def test_accelerates_file_becomes_a_parallelism(tmp_path: Path) -> None:
             {"fsdp2": {"reshard_after_forward": False}},
         ),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, "ddp"),
+        (
+            {"distributed_type": "FSDP", "fsdp_config": {"version": 2, "reshard_after_forward": None}},
+            {"fsdp2": {}},
+        ),
         ({"fsdp": "hybrid_shard_zero2", "output_dir": "out"},
          {"fsdp2": {"reshard_after_forward": False}, "strategy": "hsdp"}),
         (
