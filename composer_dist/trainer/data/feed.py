@@ -95,11 +95,9 @@ class Feed:
         self._world, _ = process_group.world_and_rank()
         self._share = (replicas or self._world) / self._world
         self.dataloader = dataloader
-        self._order: int | None = None
-        if isinstance(
-            dataloader, DistributedDataLoader | StreamingDataLoader
-        ):  # others' ranks have own streams
-            self._order = stream_order(dataloader.dataset)
+        # The ranks of other dataloaders have streams of their own.
+        ours = isinstance(dataloader, DistributedDataLoader | StreamingDataLoader)
+        self._order = stream_order(dataloader.dataset) if ours else None  # type: ignore[attr-defined]
         with Agreement().together(f"opening the {label} dataloader") if place else nullcontext():
             self._reading = Reading(dataloader, place, replicas)
         self._last: Any = self._reading.skipped
