@@ -116,8 +116,8 @@ class DistributedDataLoader:
         if self._length is None:
             return None
         other = copy.copy(self)
-        other._loader, other._ended = None, False
-        other._start, other._batches_before, other._batches = 0, 0, 0
+        other._loader = None
+        other._rewind()
         return other
 
     def set_epoch(self, epoch: int) -> None:
@@ -125,7 +125,11 @@ class DistributedDataLoader:
         if callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(epoch)
             self._loader = None  # persistent workers have copies of the dataset, which do not change
-        self._epoch, self._ended = epoch, False
+        self._epoch = epoch
+        self._rewind()
+
+    def _rewind(self) -> None:
+        self._ended = False
         self._start, self._batches_before, self._batches = 0, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,7 +201,7 @@ class DistributedDataLoader:
                 )
             self._place(1, 0)
         if self._batches or self._ended:
-            self.set_epoch(self._epoch)
+            self._rewind()  # the dataset, which another loader may read too, stays in its epoch
         return self._count(self._open())
 
     def _count(self, batches: Iterable[Any]) -> Iterator[Any]:

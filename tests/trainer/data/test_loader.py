@@ -353,6 +353,16 @@ def test_the_dataset_of_persistent_workers_is_given_the_epoch() -> None:
         assert read([loader], epoch) == [[[first, first + 1], [first + 2, first + 3]]]
 
 
+def test_another_loader_of_the_dataset_leaves_it_in_its_epoch() -> None:
+    data = ByEpoch()
+    [training], [other] = loaders(1, data, batch_size=2), loaders(1, data, batch_size=2)
+    training.set_epoch(1)
+    batches = iter(training)
+    assert next(batches).tolist() == [100, 101]
+    assert len(list(other)) == len(list(other)) == 2
+    assert next(batches).tolist() == [102, 103]
+
+
 @pytest.mark.promise(91)
 @pytest.mark.parametrize(
     ("data", "options", "error", "message"),
