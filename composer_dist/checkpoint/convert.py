@@ -263,8 +263,9 @@ def _to_huggingface(
             check_inside(like, [file.name])
             if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, directory / file.name)
-        model.config.dtype = next(iter(kept.values())).dtype
-        write_settings(model, directory, untying(model, tensors))
+        dtypes = [one.dtype for one in kept.values() if one.is_floating_point()]
+        other = dtypes[0] if dtypes and model.dtype not in dtypes else None  # than the configuration's
+        write_settings(model, directory, untying(model, tensors), other)
         paths = plan.create_files(directory)
         with NewFiles(paths) as files:
             for group in plan.groups:

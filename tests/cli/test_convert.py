@@ -263,6 +263,19 @@ def test_only_models_of_transformers_are_called(tmp_path: Path, architecture: st
     assert not (tmp_path / "out").exists()
 
 
+def test_the_configuration_has_the_dtype_of_the_weights(tmp_path: Path) -> None:
+    """With another one transformers, whose default is the configuration's, would round the weights."""
+    from transformers import AutoModelForCausalLM
+
+    model = random(llama())
+    write(model, tmp_path / "trained")
+    write(llama().bfloat16(), tmp_path / "base")
+    convert(tmp_path / "trained", tmp_path / "c", "--to", "sharded")
+    convert(tmp_path / "c", tmp_path / "made", "--to", "huggingface", "--like", tmp_path / "base")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype="auto")
+    same(loaded.state_dict(), model.state_dict())
+
+
 def test_a_directory_with_others_in_it_is_split_again_in_place(tmp_path: Path) -> None:
     model = random(llama())
     write(model, tmp_path / "model")
