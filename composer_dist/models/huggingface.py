@@ -22,6 +22,7 @@ from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.losses.logits import put_off
 from composer_dist.models.adapters import adapter_keys
 from composer_dist.models.loss_terms import IGNORED, loss_mean, loss_terms, shifts_labels
+from composer_dist.structure.calling import whole
 from composer_dist.structure.names import canonical_name
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class HuggingFaceModel(ComposerModel):
         outputs = self(batch) if outputs is None else outputs
         if not self.use_logits or isinstance(outputs, Tensor):
             return outputs
-        logits = outputs["logits"] if isinstance(outputs, Mapping) else _first_logits(outputs)
+        logits = whole(outputs["logits"] if isinstance(outputs, Mapping) else _first_logits(outputs))
         return logits.squeeze(1) if logits.ndim == 2 and logits.shape[1] == 1 else logits
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:

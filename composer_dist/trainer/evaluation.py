@@ -25,6 +25,7 @@ from composer_dist.distributed.sharding.hooks import stay_gathered
 from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.models.metric_states import count_on, equally_long
 from composer_dist.precision import autocast
+from composer_dist.structure.calling import whole
 from composer_dist.structure.kept import evaluating
 from composer_dist.tensors.nested import map_tensors
 from composer_dist.trainer.clock import Time
@@ -90,7 +91,7 @@ def predict(state: State, dataloader: Iterable[Any], run_event: RunEvent, keep: 
                     state.outputs = state.model.eval_forward(state.batch)
                 run_event(Event.PREDICT_AFTER_FORWARD)
                 if keep and not fed.filler:
-                    kept.append(map_tensors(lambda _, tensor: tensor.cpu(), state.outputs))
+                    kept.append(map_tensors(lambda _, tensor: whole(tensor).cpu(), state.outputs))
         run_event(Event.PREDICT_END)
     return kept
 

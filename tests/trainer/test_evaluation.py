@@ -21,10 +21,10 @@ from torchmetrics.wrappers import BootStrapper, MinMaxMetric
 
 from composer_dist import MeshConfig, ParallelismConfig, TPConfig
 from composer_dist.errors import ParallelismError, ParallelismValueError
-from composer_dist.models import ComposerClassifier, HuggingFaceModel
+from composer_dist.models import ComposerClassifier, HuggingFaceModel, LanguagePerplexity, TokenAccuracy
 from composer_dist.trainer import Evaluator, State
 from composer_dist.trainer.evaluation import compute_metrics, fresh_metrics
-from tests.kit.huggingface import llama
+from tests.kit.huggingface import gpt2, llama
 from tests.kit.training import (
     IGNORED,
     classifier,
@@ -147,6 +147,32 @@ def test_metrics_count_samples_that_several_ranks_share_once(config: Any, peers:
     expected = float((sentences(4)["labels"][:, 1:] != IGNORED).sum())
     assert labels_counted(None, 1) == [expected, expected]
     assert world2(labels_counted, config, peers, timeout=150) == [[expected, expected]] * 2
+
+
+def with_logits(config: Any, use_logits: bool) -> tuple[dict[str, list[float]], Tensor]:
+    """Metrics in training and evaluation, and the logits that `predict` returns."""
+    torch.manual_seed(0)
+    metrics = [LanguagePerplexity(), TokenAccuracy()] if use_logits else None
+    model = HuggingFaceModel(gpt2(), use_logits=use_logits, metrics=metrics)  # an odd number of tokens
+    batch = sentences(4)
+    options = {"train_dataloader": [batch], "eval_dataloader": [batch], "device": "cpu"}
+    trainer, log = fitted(model, parallelism_config=config, **options)
+    (outputs,) = trainer.predict([batch])
+    logits = outputs if use_logits else outputs["logits"]
+    assert type(logits) is Tensor
+    return {name: log.values(name) for name in log.data if name.startswith("metrics/")}, logits
+
+
+@pytest.mark.promise(98)
+@pytest.mark.parametrize("use_logits", [True, False])
+def test_metrics_and_predictions_see_all_of_logits_that_stay_cut(use_logits: bool, world2: World) -> None:
+    metrics, logits = with_logits(None, use_logits)
+    tp = TPConfig(loss_parallel=True)
+    config = ParallelismConfig(mesh=MeshConfig(dp_shard=1, tp=2), tp=tp)
+    for found, predicted in world2(with_logits, config, use_logits, timeout=150):
+        assert found.keys() == metrics.keys()
+        assert all(found[name] == pytest.approx(metrics[name], rel=1e-5) for name in metrics)
+        torch.testing.assert_close(predicted, logits)
 
 
 def metrics_of(samples: int) -> dict[str, float]:
