@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from composer_dist.distributed.context_parallelism.attention import attention_of_each_rank
 from composer_dist.distributed.prepared import mesh_of
 from composer_dist.distributed.ranks import process_group
 from composer_dist.distributed.ranks.agreement import Agreement
@@ -182,7 +183,8 @@ def _reading(state: State, feed: Feed, label: str, only_loss: bool = False) -> I
     state.eval_batch = 0
     state.model.only_loss = only_loss
     try:
-        with evaluating(state.model):
+        # A callback may evaluate while this rank trains on its part of a sequence.
+        with evaluating(state.model), attention_of_each_rank():
             yield
     finally:
         state.dataloader, state.dataloader_label, state.dataloader_len = place

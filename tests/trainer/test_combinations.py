@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from composer_dist.models import ComposerModel
-from composer_dist.trainer import EMA, CheckpointSaver, FineTuningPhases, NoImprovement, Phase
+from composer_dist.trainer import EMA, CheckpointSaver, FineTuningPhases, NoImprovement, Phase, State
 from tests.kit.compare import close, same, weights
 from tests.kit.grids import slow
 from tests.kit.training import (
@@ -156,6 +156,34 @@ def test_auto_finds_the_size_under_context_parallelism(world2: World) -> None:
     data = [sentences(5)] * 4
     for given, found, _ in world2(given_and_found, config, language_model, place, train_dataloader=data):
         same_training(found, given)
+
+
+def evaluated_within_a_batch(config: Any, event: str, positions: int) -> tuple[Result, list[float], Tensor]:
+    """A run in which a callback evaluates and predicts in each batch, on sentences of this length."""
+    data = [{key: value[:, :positions] for key, value in sentences(4).items()}]
+    losses: list[float] = []
+    outputs: list[Any] = []
+
+    def evaluate(state: State) -> None:
+        losses.append(trainer.eval(data)["loss/eval/total"])
+        outputs.extend(trainer.predict(data))
+
+    options = {"train_dataloader": [sentences(5)] * 2, "callbacks": At(**{event: evaluate})}
+    trainer, log = on_parts([], config, language_model(), **options)
+    trainer.fit()
+    return result_of(trainer, log), losses, torch.cat([one["logits"] for one in outputs])
+
+
+@pytest.mark.parametrize(
+    ("event", "positions"), [("before_forward", 8), ("after_forward", 4), slow("before_backward", 8)]
+)
+def test_evaluations_in_a_callback_have_whole_sequences(world2: World, event: str, positions: int) -> None:
+    """Of the length of training, and of that of a rank's part in training."""
+    expected, losses, logits = evaluated_within_a_batch(None, event, positions)
+    for found in world2(evaluated_within_a_batch, {"mesh": {"cp": 2}}, event, positions):
+        same_training(found[0], expected)
+        assert found[1] == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(found[2], logits, rtol=1e-4, atol=1e-5)
 
 
 def resumed(folder: Any) -> None:

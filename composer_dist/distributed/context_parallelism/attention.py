@@ -121,11 +121,27 @@ def distributed_attention(layout: SequenceSplit, mesh: DeviceMesh) -> Iterator[N
     """Inside, attention is over the whole sequence, of which each rank of `mesh` (1-D) has its part."""
     attention = gathered_attention(layout, mesh.get_group())
     with ExitStack() as stack:
+        _around.append(F.scaled_dot_product_attention)
+        stack.callback(_around.pop)
         if mesh.device_type == "cuda":
             stack.enter_context(_torch.ring_attention(mesh, layout.length, layout.balanced))
             attention = _ring_where_it_can(layout, F.scaled_dot_product_attention, attention)
         stack.enter_context(attention_as(attention))
         yield
+
+
+@contextmanager
+def attention_of_each_rank() -> Iterator[None]:
+    """Inside, each rank attends to its own sequences, whole ones, also within `distributed_attention`."""
+    with ExitStack() as stack:
+        if _around:
+            before = _around[0]
+            stack.enter_context(attention_as(lambda call: call.make(before)))
+        yield
+
+
+_around: list[Callable[..., Tensor]] = []
+"""What attention is outside of each `distributed_attention`."""
 
 
 def gathered_attention(layout: SequenceSplit, group: dist.ProcessGroup) -> Attention:
