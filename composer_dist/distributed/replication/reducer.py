@@ -61,6 +61,8 @@ class Reducer(_torch.InPlaceDDP):
         self._forwards = 0
         self._nodes = [get_gradient_edge(parameter).node for parameter in trainable.values()]
         self._backward, self._is_ready, self._averages = -1, False, False
+        self._miscounts = False
+        """Whether DDP has counted a backward without averages as part of a static graph's first one."""
         self._missed: frozenset[nn.Parameter] = frozenset()
         """What the reducer still waited for when the current backward began."""
         saw = _torch.while_alive(self._saw)
@@ -139,13 +141,26 @@ class Reducer(_torch.InPlaceDDP):
         if self._backward != _torch.current_backward():
             self._backward = _torch.current_backward()
             self._missed, self._is_ready = frozenset(self._expected), bool(self._expected)
-            flags = _torch.gradient_sync_flags(self.module)
-            self._averages = self._is_ready or all(getattr(o, key) == yes for o, key, yes in flags)
+            self._averages = self._is_ready or self._synchronizes
             self._frozen = [one for one in self.names.values() if not one.requires_grad and one.grad is None]
             self._seen.clear()
             self.local.refuse_changed()
             self._hooks.begin()
             _torch.at_end_of_backward(lambda: _torch.at_end_of_backward(self._finish))  # after the reducer's
+
+    @property
+    def _synchronizes(self) -> bool:
+        """Whether we are outside of `no_sync`."""
+        flags = _torch.gradient_sync_flags(self.module)
+        return all(getattr(owner, key) == yes for owner, key, yes in flags)
+
+    @property
+    def must_restart(self) -> bool:
+        """Whether the forward that begins is the first with averages, and another reducer has to count it.
+
+        DDP would wait for as many gradients of each parameter in every later step, and average none.
+        """
+        return self._miscounts and self._synchronizes
 
     def averages(self, parameter: torch.Tensor) -> bool:
         """Whether the current backward averages this gradient, and no earlier one with it."""
@@ -186,6 +201,7 @@ class Reducer(_torch.InPlaceDDP):
             self._average()
         else:
             self.local.add(self._seen)
+            self._miscounts = self.static_graph and not self.steps
             return
         self._hooks.finish()
 

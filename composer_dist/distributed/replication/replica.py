@@ -167,6 +167,9 @@ class Replica:
             self._ddp.agree("changing which parameters are trained", changed)
         if trainable and (failed or changed or self._ddp.is_passed_by()):
             self._follow(trainable)
+        elif trainable and self._ddp.must_restart:
+            with self._local.moving():  # into the new reducer's buckets
+                self._follow(trainable)
         self._checks.before_forward(model)
         _torch.register_late_hooks(model)
 

@@ -1,6 +1,7 @@
 """Gradients that are this rank's own, because the last backward was inside of `no_sync`."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from weakref import WeakSet
 
 import torch
@@ -99,6 +100,14 @@ class LocalGradients:
                 f"The gradients of {listed(names)} were changed after a backward inside of no_sync, when "
                 "they were not averaged over the ranks yet. Change them after the last backward."
             )
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Inside, gradients that wait may move to other memory. Raises what `refuse_changed` does."""
+        self.look()
+        self.refuse_changed()
+        yield
+        self.add(list(self._waiting))
 
     def _forget(self, parameters: Iterable[torch.Tensor]) -> None:
         """Those that were dropped or set to zero wait no longer."""

@@ -79,6 +79,30 @@ def test_accumulation_and_clipping_equal_the_full_batch() -> None:
     same_parameters(model, single, gradients=True)
 
 
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+@on_ranks(2)
+def test_steps_that_accumulate_from_the_first_on_with_a_static_graph(options: dict[str, Any]) -> None:
+    """DDP counts what the first step gives to each parameter; so it does after a parameter is thawed."""
+    torch.manual_seed(0)
+    model = M()
+    model[0].requires_grad_(False)
+    single = copy.deepcopy(model)
+    optimizers = [SGD(one.parameters(), 0.1) for one in (model, single)]
+    parallelize_model(model, ddp(static_graph=True, **options), optimizers[0])
+    for step, x in enumerate(inputs(6)):
+        for one in (model, single):
+            one[0].requires_grad_(step >= 3)
+        for number, part in enumerate(mine(x).chunk(2)):
+            with no_sync(model, enabled=number == 0):
+                (model(part).square().mean() / 2).backward()
+        single(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        close(values(model), values(single))
+        assert alike(model)
+
+
 @on_ranks(2)
 def test_a_step_with_gradients_of_no_sync_alone_is_refused() -> None:
     """The replicas would differ from then on."""
