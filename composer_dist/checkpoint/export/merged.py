@@ -101,7 +101,11 @@ def check_mergeable(hosts: Mapping[str, Any]) -> None:
         CheckpointValueError: prompt learning; or peft refuses, for GPTQ weights for example.
     """
     for name, host in hosts.items():
-        prompts = [key for key, config in host.peft_config.items() if config.is_prompt_learning]
+        prompts = [
+            key
+            for key, config in host.peft_config.items()
+            if config.is_prompt_learning or config.is_adaption_prompt
+        ]
         if prompts:
             raise CheckpointValueError(
                 f"The adapters {', '.join(prompts)} of {name or 'the model'} learn prompts instead of "

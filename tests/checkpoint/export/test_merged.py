@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AdaptionPromptConfig, LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -105,8 +105,10 @@ def test_merged_from_every_mesh(tmp_path: Path, ranks: int, names: list[str]) ->
 @on_ranks(2)
 def test_what_cannot_be_merged_is_refused_everywhere() -> None:
     warnings.simplefilter("ignore")
+    in_layers = AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM")
     for model, text in (
         (adapted("prompt"), "The adapters default of the model learn prompts instead of"),
+        (get_peft_model(pretrained_llama(), in_layers), "The adapters default of the model learn prompts"),
         (pretrained_llama(), "merge_adapters has nothing to merge"),
     ):
         parallelize_model(model, "fsdp")
