@@ -56,11 +56,17 @@ def one_of_each(mesh: DeviceMesh, device: torch.device, gather: Callable[[Tensor
     return [ranks.index(one) for one in range(max(ranks) + 1)]
 
 
-def rows_that_count(inputs: Any, mesh: DeviceMesh, accelerator: Accelerator) -> tuple[int, int, float]:
+def rows_that_count(
+    inputs: Any, mesh: DeviceMesh, accelerator: Accelerator, batch_size: int
+) -> tuple[int, int, float]:
     """How many rows of a batch count in this rank's results, and how many it has.
 
     accelerate fills the last batches with copies of the first rows and drops their results when it gathers
-    them. All rows count where that leaves nothing, and where a tensor does not have one entry for each row.
+    them. All rows count where there is one replica, which gets no copies, and where tensors do not have one
+    entry for each row of the set: TRL puts the worse completions of all pairs after the better ones.
+
+    Args:
+        batch_size: of the loader, for each rank unless accelerate splits it.
 
     Returns:
         Both, and by what to multiply this rank's part of the mean over all ranks' tokens: the Trainer weighs
@@ -68,11 +74,15 @@ def rows_that_count(inputs: Any, mesh: DeviceMesh, accelerator: Accelerator) -> 
     """
     state, rows = accelerator.gradient_state, find_batch_size(inputs) or 0
     lengths = {len(one) for _, one in named_tensors(inputs) if one.dim()}
-    if not (lengths == {rows} and state.end_of_dataloader and state.remainder > 0):
-        return rows, rows, 1.0
     place = sampler_kwargs(mesh)
+    replicas = place["num_replicas"]
+    filled = batch_size // (replicas if accelerator.split_batches else 1)
+    # rank 0 adds fewer rows than there are replicas, where it distributes the batches
+    alike = lengths == {rows} and (rows == filled or rows * replicas - state.remainder < replicas)
+    if replicas == 1 or not (alike and state.end_of_dataloader and state.remainder > 0):
+        return rows, rows, 1.0
     counting = min(max(state.remainder - place["rank"] * rows, 0), rows)
-    return counting, rows, state.remainder / (place["num_replicas"] * counting) if counting else 0.0
+    return counting, rows, state.remainder / (replicas * counting) if counting else 0.0
 
 
 def with_rows(values: Any, before: int, after: int) -> Any:

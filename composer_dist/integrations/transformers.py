@@ -265,7 +265,8 @@ class ComposerDistMixin(ChunkedLossMixin):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
         """As the Trainer's; copies of rows that fill the last batch do not count in its loss."""
-        counting, rows, weight = rows_that_count(inputs, self.parallelize().mesh, self.accelerator)
+        mesh, size = self.parallelize().mesh, self.args.eval_batch_size
+        counting, rows, weight = rows_that_count(inputs, mesh, self.accelerator, size)
         part = with_rows(inputs, rows, counting or rows)
         if self._by_token(prediction_loss_only) and not weight and "labels" in part:
             part = {**part, "labels": torch.full_like(part["labels"], -100)}

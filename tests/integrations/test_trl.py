@@ -156,6 +156,33 @@ def test_trains_adapters_as_in_one_process(
         same_training(found, alone(how, model))
 
 
+def judged(folder: str, config: Any = None, how: str = "dpo") -> dict[str, float]:
+    """An evaluation of twelve pairs in batches of eight."""
+    given: dict[str, Any] = {"processing_class": tokenizer(), "train_dataset": pairs()}
+    given["eval_dataset"] = pairs(12)
+    torch.manual_seed(1)
+    given |= {"ref_model": llama()} if how == "dpo" else {}
+    kinds, model = (dpo, llama) if how == "dpo" else (reward, judge)
+    trainer = made(folder, config, model, given, kinds, bf16=False, max_length=None)
+    found: dict[str, float] = trainer.evaluate()
+    return {name: value for name, value in found.items() if not name.endswith(("time", "second"))}
+
+
+@pytest.mark.parametrize("how", ["dpo", "reward"])
+def test_evaluates_pairs_that_the_batches_do_not_divide(
+    world1: World, world2: World, tmp_path: Path, how: str
+) -> None:
+    """Each pair has two rows in its batch. On several ranks TRL's own metrics count pairs that fill it up."""
+    folder = str(tmp_path)
+    [alone] = world1(judged, folder, None, how, **ONE)
+    exact = world1(judged, folder, "fsdp", how, **RANKS)
+    exact += world2(judged, folder, TP, how, **RANKS) if how == "dpo" else []
+    for found in exact:
+        assert found == pytest.approx(alone, rel=1e-4)
+    for found in world2(judged, folder, "fsdp", how, **RANKS):
+        assert found["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-5)
+
+
 def quantized(folder: str) -> tuple[Ran, Ran, Ran]:
     """QLoRA: a run, one from the middle of it, and what peft loads of its export."""
     from peft import PeftModel
