@@ -42,8 +42,10 @@ from composer_dist.integrations.transformers_arguments import (
     conflicts_with_plan,
     newest_complete,
     read_parallelism,
+    weights_in,
 )
 from composer_dist.integrations.transformers_loss import ChunkedLossMixin, base_model
+from composer_dist.models.adapters import frozen_base
 from composer_dist.precision import Precision
 
 __all__ = ["ComposerDistMixin", "ParallelArguments"]
@@ -307,17 +309,10 @@ class ComposerDistMixin(ChunkedLossMixin):
                 tokenizer.save_pretrained(folder)
             torch.save(self.args, Path(folder, "training_args.bin"))
 
-    def _frozen(self) -> frozenset[str]:
-        """Names that a checkpoint leaves out: those of the base of an adapter, which is loaded anew."""
-        if not hasattr(self.model, "peft_config"):
-            return frozenset()
-        named = self.model.named_parameters(remove_duplicate=False)
-        return frozenset(name for name, parameter in named if not parameter.requires_grad)
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        frozen = self._frozen()
+        left_out = frozen_base(self.model)
         state = {"model": self.model, "optimizer": self._optimizer(), "scheduler": self.lr_scheduler}
-        filters = {"model": lambda name, value: name not in frozen}
+        filters = {"model": lambda name, value: not left_out(name)}
         states.save_checkpoint(Path(output_dir, FOLDER), state, filter=filters)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -326,12 +321,13 @@ class ComposerDistMixin(ChunkedLossMixin):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.parallelize()
-        saved, frozen = Path(resume_from_checkpoint, FOLDER), self._frozen()
+        saved, left_out = Path(resume_from_checkpoint, FOLDER), frozen_base(self.model)
         if not saved.is_dir():
-            states.load_pretrained(self.model, resume_from_checkpoint)
+            for folder in weights_in(resume_from_checkpoint, self.model):
+                states.load_pretrained(self.model, folder)
             return
         states.load_checkpoint(
-            saved, {"model": self.model}, ignore=lambda name: name.removeprefix("model.") in frozen
+            saved, {"model": self.model}, ignore=lambda name: left_out(name.removeprefix("model."))
         )
 
     def _load_best_model(self) -> None:

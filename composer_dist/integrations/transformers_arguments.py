@@ -136,6 +136,14 @@ def newest_complete(folder: str | None) -> str | bool:
     return True
 
 
+def weights_in(checkpoint: str, model: Any) -> list[Path]:
+    """The folders with a checkpoint's weights: itself, and those of adapters that are not named "default"."""
+    named = [Path(checkpoint, name) for name in getattr(model, "peft_config", ()) if name != "default"]
+    inside = [folder for folder in named if any(folder.glob("adapter_model.*"))]
+    alone = inside and not any(Path(checkpoint).glob("adapter_model.*"))
+    return inside if alone else [Path(checkpoint), *inside]
+
+
 def check_version() -> None:
     """Raise a ParallelismRuntimeError where transformers lacks what the mixin overrides."""
     if missing := [name for name in OVERRIDDEN if not hasattr(transformers.Trainer, name)]:

@@ -8,7 +8,7 @@ once more with the gathered tensors to write a file.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,19 @@ def adapter_keys(model: nn.Module) -> set[str]:
             "configuration."
         )
     return keys
+
+
+def frozen_base(model: nn.Module) -> Callable[[str], bool]:
+    """Whether a name in a checkpoint is of a frozen tensor below an adapter, which is loaded anew.
+
+    Frozen adapters are not: another phase of the training may have trained them.
+    """
+    if not _adapters(model):
+        return lambda name: False
+    named = model.named_parameters(remove_duplicate=False)
+    frozen = {canonical_name(name) for name, parameter in named if not parameter.requires_grad}
+    frozen -= adapter_keys(model)
+    return lambda name: name in frozen or name.rpartition(".")[0] in frozen  # a part of a quantized one
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from composer_dist.checkpoint import load_checkpoint
@@ -261,6 +261,45 @@ def test_exports_what_transformers_and_peft_load(world2: World, tmp_path: Path) 
     torch.manual_seed(0)
     loaded = PeftModel.from_pretrained(llama(), adapter)
     same(weights(loaded), parameters)
+
+
+def two_adapters() -> Any:
+    """The second is trained, and the first is frozen."""
+    from peft import LoraConfig
+
+    model = lora_llama()
+    more = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model.add_adapter("second", more)
+    model.set_adapter("second")
+    return model
+
+
+def other_adapters() -> Any:
+    model = two_adapters()
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            nn.init.normal_(parameter)
+    return model
+
+
+def adapters_loaded(folder: str) -> dict[str, Tensor]:
+    trainer = made(folder, "fsdp", other_adapters)
+    trainer._load_from_checkpoint(f"{folder}/checkpoint-2")
+    return result(trainer).parameters
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [(None, {}), ("fsdp", {"save_only_model": True}), ("fsdp", {})],
+    ids=["of the Trainer", "of exports", "of ours"],
+)
+def test_a_checkpoint_has_every_adapter(
+    world1: World, world2: World, tmp_path: Path, config: Any, options: Any
+) -> None:
+    world, setup = (world2, RANKS) if config else (world1, ONE)
+    saved = world(run, str(tmp_path), config, model=two_adapters, max_steps=2, **SAVED, **options, **setup)
+    for found in world2(adapters_loaded, str(tmp_path), **RANKS):
+        same(found, saved[0].parameters)
 
 
 def right(prediction: Any) -> dict[str, float]:

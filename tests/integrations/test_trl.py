@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composer_dist.checkpoint import load_checkpoint
 from composer_dist.errors import ParallelismValueError
 from tests.kit.compare import same, weights
 from tests.kit.grids import crossed
@@ -189,6 +190,8 @@ def quantized(folder: str) -> tuple[Ran, Ran, Ran]:
 
     saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     whole = tuned(folder, "fsdp", "sft", nf4_lora, **saved)
+    names = load_checkpoint(f"{folder}/checkpoint-2/composer_dist")["model"]
+    assert all("lora" in name for name in names), list(names)
     given = {"processing_class": tokenizer()}
     trainer = made(folder, "fsdp", nf4_lora, given, sft, bf16=False, max_length=None, max_steps=4)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
