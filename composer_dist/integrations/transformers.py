@@ -18,7 +18,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_NAMES
 
 from composer_dist import checkpoint as states
@@ -47,6 +46,7 @@ from composer_dist.integrations.transformers_arguments import (
 from composer_dist.integrations.transformers_loss import ChunkedLossMixin, base_model
 from composer_dist.models.adapters import frozen_base
 from composer_dist.precision import Precision
+from composer_dist.structure.families import is_a
 
 __all__ = ["ComposerDistMixin", "ParallelArguments"]
 
@@ -300,7 +300,7 @@ class ComposerDistMixin(ChunkedLossMixin):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         self.parallelize()
         folder = str(output_dir or self.args.output_dir)
-        if not isinstance(base_model(self.model), PreTrainedModel):
+        if not is_a(self.model, "PeftModel", "PreTrainedModel"):
             return super()._save(folder, states.full_model_state(self.model))
         states.export_pretrained(self.model, folder)
         if self.args.should_save:

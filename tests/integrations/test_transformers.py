@@ -263,6 +263,35 @@ def test_exports_what_transformers_and_peft_load(world2: World, tmp_path: Path) 
     same(weights(loaded), parameters)
 
 
+class Words(nn.Module):
+    """A model that is not transformers'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.middle = nn.Embedding(50, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.middle(self.table(input_ids)))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def adapted_words() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    options = {"target_modules": ["middle"], "modules_to_save": ["head"], "init_lora_weights": False}
+    return get_peft_model(Words(), LoraConfig(r=2, **options))
+
+
+def test_exports_the_adapter_of_a_model_that_is_not_transformers_own(world2: World, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    [parameters, _] = world2(exported, str(tmp_path), "fsdp", adapted_words, **RANKS)
+    torch.manual_seed(0)
+    same(weights(PeftModel.from_pretrained(Words(), tmp_path)), parameters)
+
+
 def two_adapters() -> Any:
     """The second is trained, and the first is frozen."""
     from peft import LoraConfig
