@@ -32,7 +32,10 @@ def serve_in_place(model: nn.Module, ddp: DistributedDataParallel) -> None:
     sparse embeddings and names. The fields of its state are unchanged since torch 2.2.
     """
     if not is_replicated(model):
+        names = type(model).__name__, type(model).__qualname__
         replicate(model)
+        # transformers writes the name into configurations, without the prefix of FSDP2, but with that of DDP
+        type(model).__name__, type(model).__qualname__ = names
     state: Any = replicate.state(model)
     state.module, state.has_initialized = model, True
     state._init_args, state._init_kwargs = (), {}

@@ -210,6 +210,29 @@ def test_metrics_states_and_files(world2: World, tmp_path: Path, mesh: str) -> N
     world2(exported, str(tmp_path), mesh, **WAIT)
 
 
+def saved_as_documented(folder: str, mesh: str) -> None:
+    """By the lines of accelerate's documentation."""
+    from transformers import LlamaForCausalLM
+
+    one = made(mesh)
+    torch.manual_seed(0)
+    model = one.prepare(llama())
+    state = one.get_state_dict(model)
+    how = {"is_main_process": one.is_main_process, "save_function": one.save, "state_dict": state}
+    one.unwrap_model(model).save_pretrained(folder, **how)
+    one.wait_for_everyone()
+    loaded = LlamaForCausalLM.from_pretrained(folder)
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    same(dict(loaded.state_dict()), full_model_state(model, ranks="all"))
+
+
+@pytest.mark.parametrize("mesh", ["fsdp2", "ddp"])
+def test_what_accelerate_s_own_lines_save_is_what_one_process_saves(
+    world2: World, tmp_path: Path, mesh: str
+) -> None:
+    world2(saved_as_documented, str(tmp_path), mesh, **WAIT)
+
+
 class Endless(IterableDataset):  # type: ignore[type-arg]
     def __iter__(self) -> Any:
         yield from torch.zeros(8, 5).long()
