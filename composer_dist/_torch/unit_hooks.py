@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -116,6 +116,37 @@ def before_collectives(
 
         group._all_gather_comm = _Watched(group._all_gather_comm, gathers)
         group._reduce_scatter_comm = _Watched(group._reduce_scatter_comm, reduces)
+
+
+def fill_gradients(
+    module: nn.Module, shards: Sequence[torch.Tensor], anywhere: Callable[[Sequence[bool]], Sequence[bool]]
+) -> None:
+    """Before the unit of `module` is reduced, give gradients of zero to shards that have one elsewhere only.
+
+    Args:
+        anywhere: given which of the shards have a gradient on this rank, says which have one on any; a
+            collective. It is not called where a backward reduces nothing. Since torch 2.12.
+    """
+    for group in fsdp_param_groups(module) if isinstance(module, FSDPModule) else ():
+        by_shard = {id(param.sharded_param): param for param in group.fsdp_params}
+        params = [by_shard[id(shard)] for shard in shards if id(shard) in by_shard]
+        if params:
+            group.post_backward = partial(_after_filling, group, params, anywhere, group.post_backward)
+
+
+def _after_filling(
+    group: Any, params: Sequence[Any], anywhere: Callable[..., Sequence[bool]], reduce: Callable[[], None]
+) -> None:
+    params = [param for param in params if hasattr(param, "_unsharded_param")]  # after its first forward
+    if group.reduce_grads and params:
+        here = [
+            param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
+            for param in params
+        ]
+        for param, is_here, is_anywhere in zip(params, here, anywhere(here), strict=True):
+            if is_anywhere and not is_here:
+                param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
+    reduce()
 
 
 @contextmanager

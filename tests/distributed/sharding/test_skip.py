@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from composer_dist import MeshConfig, ParallelismConfig, Rule
 from composer_dist.distributed import (
     named_parameters_canonical,
+    no_sync,
     parallelize_model,
     plan_parallelism,
     prepare_fully_shard,
@@ -83,6 +84,41 @@ def test_towers_that_a_rank_skips_train_like_one_process(
     vision = {name for name in theirs if name.startswith("vision")}
     assert plain == (vision if policy == "replicate" else {"vision.gain"})
     assert [unit.name for unit in plan.units] == ["", "layers.0", "layers.1"]
+
+
+class Spare(Multimodal):
+    """Its tower has a layer that no loss uses, as LLaVA's has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision.layers.append(Layer())
+
+    def forward(self, text: Tensor, images: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        last = self.vision.layers.pop(2)
+        try:
+            return super().forward(text, images)
+        finally:
+            self.vision.layers.append(last)
+
+
+@on_ranks(2)
+def test_what_no_loss_uses_of_a_tower_gets_no_gradient() -> None:
+    reference, model = (built(Spare) for _ in range(2))
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.05) for m in (reference, model)]
+    parallelize_model(model, ROOT, optimizers[1])
+    rank = dist.get_rank()
+    for sees in WHO_SEES:
+        texts, images = torch.randn(2, 2, 3, WIDTH)
+        rows = [(texts[i], images[i] if sees[i] else None) for i in range(2)]
+        _loss(reference, rows).backward()
+        for microbatch in range(2):
+            with no_sync(model, microbatch == 0):
+                (_loss(model, rows[rank : rank + 1]) / 2).backward()
+        same_parameters(model, reference, gradients=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        same_parameters(model, reference)
 
 
 def test_the_plan_says_so() -> None:
