@@ -143,13 +143,14 @@ def _sizes(unit: Unit, rank: Rank) -> UnitSizes:
     policy, found = unit.mp_policy, dict.fromkeys(("gathered", "cast", "gradients", "reduced", "stored"), 0)
     for name in unit.parameters:
         info, numel = rank.tensors[name], padded_numel(rank.layouts[name], rank.at)
-        computed, reduced = policy.param_dtype or info.dtype, policy.reduce_dtype or info.dtype
+        casts = policy.param_dtype if info.dtype.is_floating_point else None  # FSDP2 casts no others
+        computed, reduced = casts or info.dtype, policy.reduce_dtype or info.dtype
         if info.inner:  # gathered as they are
             cut = [(Layout(one.shape, True), one.dtype.itemsize) for one in info.inner if one.rows]
             nbytes = sum(prod(layout.local_shape(rank.at)) * size for layout, size in cut)
         else:
             nbytes = numel * computed.itemsize
-            found["cast"] += nbytes if policy.param_dtype or unit.offload else 0
+            found["cast"] += nbytes if casts or unit.offload else 0
         found["gathered"] += nbytes * rank.at.shards
         if info.requires_grad:
             found["gradients"] += numel * reduced.itemsize * rank.at.shards

@@ -112,6 +112,24 @@ def test_quantized_parameters_are_gathered_as_they_are() -> None:
     assert memory.padding == plan_parallelism(Buffered(), config(), world_size=2).memory().padding
 
 
+class Packed(Buffered):
+    """With frozen weights in integers, as quantized models have them, and in complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.layers:
+            for key, dtype in (("packed", torch.int32), ("turns", torch.complex64)):
+                block.register_parameter(
+                    key, nn.Parameter(torch.ones(6, 4, dtype=dtype), requires_grad=False)
+                )
+
+
+@on_ranks(2)
+def test_what_has_no_floating_point_is_gathered_as_it_is() -> None:
+    planned, sent = planned_and_sent(Packed, config(), "amp_bf16")
+    assert dict(planned) == dict(sent), f"{planned} {sent}"
+
+
 @pytest.mark.parametrize(
     ("precision", "options"),
     [
