@@ -116,7 +116,10 @@ def _already_sharded(structure: Structure, choices: Choices) -> tuple[dict[str, 
         )
     sharded = {name for name, module in structure.modules.items() if isinstance(module, FSDPModule)}
     if "" in sharded:
-        raise ParallelismValueError("The model is already sharded; prepare an unsharded model, once.")
+        raise ParallelismValueError(
+            "The model is already sharded; prepare an unsharded model, once. For another trainer or mesh, "
+            "unparallelize_model(model) makes a prepared one plain."
+        )
     used = [n for n in sorted(sharded) if is_initialized(cast(FSDPModule, structure.modules[n]))]
     if used:
         raise ParallelismValueError(
