@@ -1,7 +1,7 @@
 """The exponential moving average of the weights, whether they are sharded or not."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class EMA(Callback):
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
         if not self._swapped:
-            self._exchange(state)
+            self._exchange(state, counted=False)
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
         self.close(state, logger)
@@ -101,7 +101,7 @@ class EMA(Callback):
     def close(self, state: State, logger: Logger) -> None:
         """The model gets its weights back, if an evaluation failed."""
         if self._swapped:
-            self._exchange(state)
+            self._exchange(state, counted=False)
 
     @contextmanager
     def swapped_in(self, state: State) -> Iterator[None]:
@@ -137,15 +137,25 @@ class EMA(Callback):
         self._updated = Timestamp.from_state_dict(state["updated"])
 
     @torch.no_grad()
-    def _exchange(self, state: State) -> None:
+    def _exchange(self, state: State, counted: bool = True) -> None:
+        """Swap averages and weights.
+
+        Args:
+            state: has the model.
+            counted: whether autograd counts this as a change of the weights, which a backward refuses. Not
+                for an evaluation, at whose end they are as its forward found them.
+        """
         for name, weight in _weights(state).items():
             if name in self.averages:
                 ours, theirs = local_part(self.averages[name]), local_part(weight)
+                put = nullcontext() if counted else _torch.preserve_version(theirs)
                 if name in self._aside:
-                    theirs.copy_(self._aside.pop(name))
+                    with put:
+                        theirs.copy_(self._aside.pop(name))
                     continue
                 before = theirs.clone()
-                theirs.copy_(ours)
+                with put:
+                    theirs.copy_(ours)
                 if ours.dtype == theirs.dtype:
                     ours.copy_(before)  # which needs memory for one weight at a time
                 else:

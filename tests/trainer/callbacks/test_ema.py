@@ -10,9 +10,9 @@ from torch import Tensor
 
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.errors import ParallelismValueError
-from composer_dist.trainer import EMA
+from composer_dist.trainer import EMA, State
 from tests.kit.compare import close, full_each, same, weights
-from tests.kit.training import batches, fitted_on_parts, my_rank, seen_at, sgd, tagger
+from tests.kit.training import At, batches, fitted_on_parts, my_rank, on_parts, seen_at, sgd, tagger
 from tests.kit.world import World
 
 Weights = dict[str, Tensor]
@@ -49,6 +49,30 @@ def test_the_average_is_evaluated_and_saved_and_training_is_unaffected(world2: W
         close(evaluated[0], expected(trained[:2]))
         close(evaluated[1], expected(trained))
         close(loaded, evaluated[1])
+
+
+def evaluated_at(event: str, config: Any) -> tuple[Weights, list[float]]:
+    """The weights after a run in which each batch is evaluated at `event`, and the losses found there."""
+    losses: list[float] = []
+
+    def evaluate(state: State) -> None:
+        losses.append(trainer.eval(batches([6], 0)[:1])["loss/eval/total"])
+
+    parts = [3, 3] if config else [6]
+    callbacks = [EMA("2ba"), At(**{event: evaluate})]
+    options = {"optimizers": partial(sgd, lr=0.5), "callbacks": callbacks, "check_sampler": False}
+    trainer, _ = on_parts(parts, config, **options)
+    trainer.fit()
+    return weights(trainer.state.model), losses
+
+
+@pytest.mark.parametrize("config", [None, "fsdp", DDPConfig()])
+def test_an_evaluation_between_forward_and_backward_has_the_averages(world2: World, config: Any) -> None:
+    trained, losses = evaluated_at("batch_start", None)
+    within = ("after_forward", config)
+    for found in [evaluated_at(*within)] if config is None else world2(evaluated_at, *within):
+        close(found[0], trained)
+        assert found[1] == pytest.approx(losses, rel=1e-5)
 
 
 def averaged_in_16_bits(config: Any) -> tuple[list[Weights], list[Weights], Weights, Weights]:
