@@ -1,10 +1,14 @@
 """Reductions of DTensors that torch computes differently than of whole tensors."""
 
+from collections.abc import Callable
+from functools import cache, wraps
 from math import inf, prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._decomp import decomposition_table
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
@@ -35,6 +39,59 @@ def reduce_exactly() -> None:
         return _replicated(result) if op in _ANY and _is_partial(result) else result
 
     handlers.update(dict.fromkeys(_ANY | _LARGEST | _NORMS | _SUMS | _LOSSES, reduce))
+
+
+@cache
+def average_gradients_of_whole(differ: Callable[[DeviceMesh], bool]) -> None:
+    """Have backward average over the ranks what they compute with `full_tensor()` of a shard.
+
+    torch takes this rank's part of its own gradient, which is right only where all ranks compute the same, as
+    a penalty on parameters. Since torch 2.0.
+
+    Args:
+        differ: whether ranks of a mesh train on different data.
+    """
+    whole_of = DTensor.full_tensor
+
+    @wraps(whole_of)
+    def full_tensor(tensor: DTensor, *, grad_placements: Any = None) -> torch.Tensor:
+        mesh = tensor.device_mesh
+        trains = tensor.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if grad_placements is not None or not trains or not differ(mesh):
+            return whole_of(tensor, grad_placements=grad_placements)
+        whole: torch.Tensor = _Shared.apply(whole_of(tensor), mesh)  # type: ignore[no-untyped-call]
+        return whole
+
+    setattr(DTensor, "full_tensor", full_tensor)  # noqa: B010 - mypy refuses to assign a method
+
+
+class _Shared(torch.autograd.Function):
+    """The identity; its gradient is the mean of those on all ranks of a mesh."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _Mean.apply(gradients[0], ctx.mesh), None  # type: ignore[no-untyped-call]
+
+
+class _Mean(torch.autograd.Function):
+    """The mean over the ranks of a mesh, and of its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        mean = (tensor / mesh.size()).contiguous()
+        for dim in range(mesh.ndim):
+            dist.all_reduce(mean, group=mesh.get_group(dim))
+        return mean
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _Mean.apply(gradients[0], ctx.mesh), None  # type: ignore[no-untyped-call]
 
 
 def _evened(tensor: Any) -> Any:

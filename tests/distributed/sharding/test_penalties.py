@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -12,7 +13,8 @@ from torch.nn import functional
 from composer_dist import FSDP2Config
 from composer_dist.distributed import parallelize_model
 from tests.kit.compare import close, grads, weights
-from tests.kit.grids import crossed
+from tests.kit.grids import crossed, slow
+from tests.kit.meshes import config
 from tests.kit.world import on_ranks
 
 pytestmark = pytest.mark.promise(104)
@@ -86,3 +88,19 @@ def test_they_add_to_gradients_of_parameters_with_fewer_rows_than_ranks(
 def _square(parameter: Tensor) -> Tensor:
     penalty = parameter.square().sum()
     return penalty.full_tensor() if isinstance(penalty, DTensor) else penalty
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), slow(4, 2)])
+@on_ranks("ranks")
+def test_losses_of_each_rank_that_read_whole_parameters(ranks: int, replicas: int) -> None:
+    """The loss of a head that the script computes, and a penalty with another weight on each rank."""
+    alone = _Rows()
+    model = parallelize_model(copy.deepcopy(alone), config(replicas=replicas)).model
+    batch = torch.randn(ranks, 2, 3)
+
+    def loss(rows: list[Tensor], x: Tensor) -> Tensor:
+        return sum(functional.linear(x, one).exp().mean() + x.mean() * one.norm() for one in rows)  # type: ignore[no-any-return]
+
+    torch.stack([loss([*alone.parameters()], x) for x in batch]).mean().backward()
+    loss([p.full_tensor() for p in model.parameters()], batch[dist.get_rank()]).backward()  # type: ignore[attr-defined]
+    close(grads(model), grads(alone))
