@@ -1,6 +1,6 @@
 """Reductions of DTensors that torch computes differently than of whole tensors."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import cache, wraps
 from math import inf, prod
 from typing import Any
@@ -41,31 +41,36 @@ def reduce_exactly() -> None:
     handlers.update(dict.fromkeys(_ANY | _LARGEST | _NORMS | _SUMS | _LOSSES, reduce))
 
 
-@cache
-def average_gradients_of_whole(differ: Callable[[DeviceMesh], bool]) -> None:
-    """Have backward average over the ranks what they compute with `full_tensor()` of a shard.
+def average_gradients_of_whole(meshes: Iterable[DeviceMesh]) -> None:
+    """Have backward average over the ranks of these meshes what they compute with `full_tensor()` of a shard.
 
     torch takes this rank's part of its own gradient, which is right only where all ranks compute the same, as
     a penalty on parameters. Since torch 2.0.
-
-    Args:
-        differ: whether ranks of a mesh train on different data.
     """
+    _averaging.update(meshes)
+    _replace_full_tensor()
+
+
+_averaging: set[DeviceMesh] = set()
+"""The meshes of parameters that are trained on different data on each rank."""
+
+
+@cache
+def _replace_full_tensor() -> None:
     whole_of = DTensor.full_tensor
 
     @wraps(whole_of)
     def full_tensor(tensor: DTensor, *, grad_placements: Any = None) -> torch.Tensor:
-        mesh = tensor.device_mesh
-        trains = tensor.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if grad_placements is not None or not trains or not differ(mesh):
-            return whole_of(tensor, grad_placements=grad_placements)
-        whole: torch.Tensor = _Shared.apply(whole_of(tensor), mesh)  # type: ignore[no-untyped-call]
+        whole = whole_of(tensor, grad_placements=grad_placements)
+        trains = whole.requires_grad and grad_placements is None and not torch.compiler.is_compiling()
+        if trains and (mesh := tensor.device_mesh) in _averaging:
+            return _WithMeanGradient.apply(whole, mesh)  # type: ignore[no-any-return, no-untyped-call]
         return whole
 
     setattr(DTensor, "full_tensor", full_tensor)  # noqa: B010 - mypy refuses to assign a method
 
 
-class _Shared(torch.autograd.Function):
+class _WithMeanGradient(torch.autograd.Function):
     """The identity; its gradient is the mean of those on all ranks of a mesh."""
 
     @staticmethod
@@ -75,10 +80,10 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _Mean.apply(gradients[0], ctx.mesh), None  # type: ignore[no-untyped-call]
+        return _MeanOfRanks.apply(gradients[0], ctx.mesh), None  # type: ignore[no-untyped-call]
 
 
-class _Mean(torch.autograd.Function):
+class _MeanOfRanks(torch.autograd.Function):
     """The mean over the ranks of a mesh, and of its gradients."""
 
     @staticmethod
@@ -91,7 +96,7 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _Mean.apply(gradients[0], ctx.mesh), None  # type: ignore[no-untyped-call]
+        return _MeanOfRanks.apply(gradients[0], ctx.mesh), None  # type: ignore[no-untyped-call]
 
 
 def _evened(tensor: Any) -> Any:

@@ -32,6 +32,10 @@ from composer_dist.wording import kind_in_words
 
 RECORD = "_composer_dist"
 """The attribute of a module or an optimizer that holds its record."""
+ALREADY_SHARDED = (
+    "The model is already sharded; prepare an unsharded model, once. For another trainer or mesh, "
+    "unparallelize_model(model) makes a prepared one plain."
+)
 ADDED = (RECORD, "__composable", "checkpoint_fn")
 """How the attributes begin that this library and FSDP2 add to modules, besides `forward`."""
 

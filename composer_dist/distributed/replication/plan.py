@@ -146,10 +146,7 @@ def check_unprepared(structure: Structure, replicating: bool) -> None:
             raise ParallelismTypeError(f"{label} is already sharded by FSDP2, so DDP cannot replicate it.")
     known = prepared.of(structure.modules[""])
     if known is not None and known.mesh is not None and known.mesh.tp is not None:
-        raise ParallelismValueError(
-            "The model is already sharded; prepare an unsharded model, once. For another trainer or mesh, "
-            "unparallelize_model(model) makes a prepared one plain."
-        )
+        raise ParallelismValueError(prepared.ALREADY_SHARDED)
     tensors = structure.parameters.items() if replicating else ()
     if dtensors := [name for name, held in tensors if isinstance(held.get(), DTensor)]:
         raise ParallelismTypeError(

@@ -18,7 +18,6 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from composer_dist import _torch
 from composer_dist.distributed.forwards import call_through, is_compiled
-from composer_dist.distributed.mesh.dimensions import roles
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.prepared import record
 from composer_dist.distributed.sharding.buffers import FollowBuffers
@@ -140,7 +139,8 @@ def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
     _torch.refuse_local_scalars(_SCALAR)
     _torch.refuse_lost_writes(_PART, _EVERYWHERE, _DATA, _SHARED, _SENT, _WHOLE)
     _torch.reduce_exactly()
-    _torch.average_gradients_of_whole(_trains_on_other_data)
+    shards = (structure.tensors[name].get() for unit in plan.units for name in unit.parameters)
+    _torch.average_gradients_of_whole(one.device_mesh for one in shards if isinstance(one, DTensor))
     _torch.check_scaled_gradients()
     _torch.explain_in_backward(refused)
     _torch.forget_failed_iterations(structure.modules[""])
@@ -167,10 +167,6 @@ def arm(structure: Structure, plan: ShardingPlan | None, mesh: Mesh) -> None:
     let_skip(structure, plan.skippable, inside, mesh.fsdp)
     if plan.check_order or (mesh.device_type == "cpu" and mesh.fsdp.size() > 1):
         check_call_order(units, record(structure.modules[""]), mesh.fsdp, always=plan.check_order)
-
-
-def _trains_on_other_data(mesh: DeviceMesh) -> bool:
-    return roles(mesh).keys() != {"tp"}
 
 
 def _compute_in_own_dtype(structure: Structure, unit: Unit, device_type: str) -> None:

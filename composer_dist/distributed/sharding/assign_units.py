@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from composer_dist._torch import is_initialized
+from composer_dist.distributed.prepared import ALREADY_SHARDED
 from composer_dist.distributed.sharding.choose_units import Choice, Choices
 from composer_dist.distributed.wishes import Wishes
 from composer_dist.errors import Faults, ParallelismTypeError, ParallelismValueError
@@ -116,10 +117,7 @@ def _already_sharded(structure: Structure, choices: Choices) -> tuple[dict[str, 
         )
     sharded = {name for name, module in structure.modules.items() if isinstance(module, FSDPModule)}
     if "" in sharded:
-        raise ParallelismValueError(
-            "The model is already sharded; prepare an unsharded model, once. For another trainer or mesh, "
-            "unparallelize_model(model) makes a prepared one plain."
-        )
+        raise ParallelismValueError(ALREADY_SHARDED)
     used = [n for n in sorted(sharded) if is_initialized(cast(FSDPModule, structure.modules[n]))]
     if used:
         raise ParallelismValueError(

@@ -177,7 +177,8 @@ def split(stream: Any, num_replicas: int, rank: int) -> Any:
 
     part: Any = split_dataset_by_node(stream, rank, num_replicas)
     # Streams that are made from one, as by take and skip, share its parts, which keep the position of a pass.
-    part._ex_iterable = _copied(part._ex_iterable)
+    held = vars(part)
+    held["_ex_iterable"] = _copied(held["_ex_iterable"])
     return part
 
 
