@@ -267,9 +267,18 @@ def finish_lazily(root: FSDPModule) -> None:
     """Run FSDP2's lazy initialization now, so that its checks run before the first forward.
 
     This also fixes the root, so that a submodule that is called first (such as an encoder by `generate`) does
-    not become a root.
+    not become a root. Integers and complex numbers keep their dtype in the gathered parameters, which older
+    versions of torch cast as well.
     """
-    root._get_fsdp_state()._lazy_init()
+    state = root._get_fsdp_state()
+    if state._is_root is not None:
+        return
+    state._lazy_init()
+    for unit in state._state_ctx.all_states:
+        for group in unit._fsdp_param_groups:
+            for param in group.fsdp_params:
+                if not param.orig_dtype.is_floating_point:
+                    param.param_dtype = None
 
 
 def forget_forward(model: nn.Module) -> None:

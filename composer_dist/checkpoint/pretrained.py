@@ -27,6 +27,7 @@ from composer_dist.distributed.prepared import (
 )
 from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.process_group import world_and_rank
+from composer_dist.distributed.replication.replica import settle
 from composer_dist.distributed.training.summon import summon_full_params
 from composer_dist.distributed.weights.disk import Pretrained
 from composer_dist.distributed.weights.initialize import find_components
@@ -126,6 +127,7 @@ def export_pretrained(
     saved = _pretrained(model)
     check_usable(model)
     reshard(saved)
+    settle(model)
     hosts = dict(adapter_hosts(saved))
     adapted = any(host is saved for host in hosts.values())
     if merge_adapters and not adapted:
@@ -174,6 +176,7 @@ def weight_source(
     def export() -> Export:
         check_usable(model)
         reshard(saved)
+        settle(model)
         hosts = dict(adapter_hosts(saved))
         base, mesh = _base_of(saved), prepared_mesh(model)
         with Agreement().together("weight_source"):

@@ -21,6 +21,7 @@ from composer_dist.checkpoint.kinds.contents import (
 from composer_dist.checkpoint.kinds.optimizer_names import check_alike, model_of, plain_hashes
 from composer_dist.checkpoint.storage.place import Place, place_of
 from composer_dist.distributed.ranks.agreement import Agreement
+from composer_dist.distributed.replication.replica import settle
 from composer_dist.errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
 from composer_dist.files.checkpoint_format import Kind
 
@@ -67,6 +68,7 @@ def save_checkpoint(
     place, token = _reserve(path, state, sharded, filter, keep, model, agreement)
     try:
         models = models_in(state, model)
+        settle(*models)
         contents: dict[str, tuple[Kind, Any]] = {}
 
         def take() -> dict[str, int]:

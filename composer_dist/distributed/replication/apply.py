@@ -46,7 +46,7 @@ def arm(structure: Structure, plan: ReplicaPlan, mesh: Mesh, optimizers: Sequenc
     record(model).follow.append(replica.follow_buffers)
     ends = record(model).ends
     if replica.local_sgd is not None:
-        ends.append(partial(replica.local_sgd.end, list(parameters.values())))
+        ends.append(replica.settle)
         average = partial(replica.local_sgd.after_step, frozenset(parameters.values()))
         ends += [optimizer.register_step_post_hook(average).remove for optimizer in optimizers]
     ends.append(replica.end)

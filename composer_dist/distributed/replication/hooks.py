@@ -61,6 +61,8 @@ class LocalSGD:
         self.left = start_localSGD_iter
         self.steps = 0
         """Local steps so far."""
+        self._settled = 0
+        """How many there were at the last average between two periods."""
         self._near = group
         if size < world:
             first = dist.get_rank(group) // size * size
@@ -85,10 +87,11 @@ class LocalSGD:
             held = (p for group in optimizer.param_groups for p in group["params"])
             average((p for p in held if p in averaged), self.everybody)
 
-    def end(self, parameters: Iterable[Tensor]) -> None:
+    def settle(self, parameters: Iterable[Tensor]) -> None:
         """Average parameters if there were local steps since the last average."""
-        if self.steps % self.period:
+        if self.steps % self.period and self.steps != self._settled:
             average(parameters, self.everybody)
+            self._settled = self.steps
 
 
 def post_local_sgd(state: LocalSGD, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]

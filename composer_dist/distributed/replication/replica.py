@@ -20,6 +20,7 @@ from composer_dist import _torch
 from composer_dist.distributed import prepared
 from composer_dist.distributed.before_steps import Check
 from composer_dist.distributed.mesh.mesh import Mesh
+from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.ranks.reports import reason_of_loss
 from composer_dist.distributed.replication.checks import Checks
 from composer_dist.distributed.replication.hooks import CommHook, LocalSGD, reduced_in
@@ -129,6 +130,11 @@ class Replica:
         if self._ddp is not None:
             self._ddp.broadcast_due()
 
+    def settle(self) -> None:
+        """Average the weights where the ranks have taken steps of their own; a collective there."""
+        if self.local_sgd is not None:
+            self.local_sgd.settle(self._parameters.values())
+
     def end(self) -> None:
         """Remove all hooks."""
         for handle in self._handles:
@@ -216,3 +222,15 @@ def replica_of(model: nn.Module) -> Replica | None:
     """The `Replica` of `model`; None if the model was not prepared for DDP."""
     found = prepared.of(model)
     return found.replica if found is not None and isinstance(found.replica, Replica) else None
+
+
+def settle(*models: nn.Module) -> None:
+    """Average the weights of models that post-local SGD lets differ between ranks; every rank calls it."""
+    replicas = [one for model in models for module in model.modules() if (one := replica_of(module))]
+
+    def body() -> None:
+        for one in replicas:
+            one.settle()
+
+    if any(one.local_sgd is not None for one in replicas):
+        Agreement().collectively("averaging the weights", body)

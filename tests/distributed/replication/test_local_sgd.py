@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composer_dist.checkpoint import load_checkpoint, save_checkpoint
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import no_sync, parallelize_model, plan_parallelism
 from composer_dist.distributed.replication.hooks import LocalSGD
@@ -111,6 +113,28 @@ def test_a_mesh_of_some_ranks_makes_groups_of_its_own() -> None:
         state = LocalSGD(mesh.get_group(), 2, group_size=1)
         state.next_backward()
         assert dist.get_process_group_ranks(state.group) == [rank]
+
+
+@on_ranks(2)
+def test_a_checkpoint_between_two_averages_has_the_mean_with_which_training_continues(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = models.M()
+    optimizer = sgd(model)
+    options = {"group_size": 1}
+    config = DDPConfig(comm_hook="post_local_sgd", averaging_period=3, comm_hook_options=options)
+    parallelize_model(model, config, optimizer)
+    model(batch(dist.get_rank())).square().mean().backward()
+    optimizer.step()
+    everywhere = [torch.empty_like(flat(model)) for _ in range(2)]
+    dist.all_gather(everywhere, flat(model))
+    mean = torch.stack(everywhere).mean(0)
+    assert not torch.equal(*everywhere)
+    save_checkpoint(tmp_path / "c", {"model": model})
+    torch.testing.assert_close(flat(model), mean)
+    other = models.M()
+    parallelize_model(other, DDPConfig())
+    load_checkpoint(tmp_path / "c", {"model": other})
+    assert torch.equal(flat(other), flat(model))
 
 
 @on_ranks(2)

@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -470,3 +471,30 @@ def test_complex_parameters_beside_a_cast_need_a_unit_without_one() -> None:
     found, expected = model[0].gain.grad.full_tensor(), single[0].gain.grad
     assert found.imag.abs().max() > 0.1
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+class Codes(nn.Module):
+    """Sums up frozen integers, which bfloat16 cannot represent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.codes = nn.Parameter(torch.full((4, 2), 1001), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.up(x), self.codes.sum()
+
+
+def cast_all(param: Any, policy: Any) -> None:
+    """As before torch 2.13."""
+    param.orig_dtype = param.sharded_param.dtype
+    param.param_dtype, param.reduce_dtype = policy.param_dtype, None
+
+
+@pytest.mark.parametrize("older", [False, True])
+@on_ranks(2)
+def test_integers_are_not_cast(older: bool) -> None:
+    model, real = Codes(), _fsdp_param.FSDPParam.init_dtype_attrs
+    with mock.patch.object(_fsdp_param.FSDPParam, "init_dtype_attrs", cast_all if older else real):
+        parallelize_model(model, ParallelismConfig(sync="rank0"), precision="amp_bf16")
+        assert int(model(torch.ones(1, 4))[1]) == 8008
