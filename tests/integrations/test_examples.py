@@ -22,8 +22,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run(name: str, out: Path, epochs: int) -> str:
     """Train so many epochs in all, and return the configuration of the export."""
     command = [name, "--out", str(out), "--epochs", str(epochs)]
-    with mock.patch.object(sys, "argv", command):
+    with mock.patch.object(sys, "argv", command), pytest.raises(SystemExit) as ended:
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert ended.value.code == 0
     return (out / "model" / "config.json").read_text()
 
 
