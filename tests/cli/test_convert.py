@@ -263,6 +263,7 @@ def test_only_models_of_transformers_are_called(tmp_path: Path, architecture: st
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.promise(130)
 def test_the_configuration_has_the_dtype_of_the_weights(tmp_path: Path) -> None:
     """With another one transformers, whose default is the configuration's, would round the weights."""
     from transformers import AutoModelForCausalLM

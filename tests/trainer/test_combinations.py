@@ -174,6 +174,7 @@ def evaluated_within_a_batch(config: Any, event: str, positions: int) -> tuple[R
     return result_of(trainer, log), losses, torch.cat([one["logits"] for one in outputs])
 
 
+@pytest.mark.promise(98)
 @pytest.mark.parametrize(
     ("event", "positions"), [("before_forward", 8), ("after_forward", 4), slow("before_backward", 8)]
 )

@@ -491,6 +491,7 @@ def cast_all(param: Any, policy: Any) -> None:
     param.param_dtype, param.reduce_dtype = policy.param_dtype, None
 
 
+@pytest.mark.promise(88)
 @pytest.mark.parametrize("older", [False, True])
 @on_ranks(2)
 def test_integers_are_not_cast(older: bool) -> None:

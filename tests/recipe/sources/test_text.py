@@ -50,6 +50,7 @@ def test_files_by_glob_and_what_is_not_there(tmp_path: Path) -> None:
         text.pieces("one", byte_tokenizer(), 4)
 
 
+@pytest.mark.promise(124)
 def test_a_column_of_texts_has_texts_alone(tmp_path: Path) -> None:
     pytest.importorskip("datasets", reason="an extra")
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": null}\n')

@@ -225,6 +225,7 @@ class Stream(IterableDataset[int]):
         return iter(range(LENGTH))
 
 
+@pytest.mark.promise(118)
 def test_the_length_of_a_loader_that_is_placed_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(DistributedDataLoader(range(LENGTH), 3)) == 8
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -353,6 +354,7 @@ def test_the_dataset_of_persistent_workers_is_given_the_epoch() -> None:
         assert read([loader], epoch) == [[[first, first + 1], [first + 2, first + 3]]]
 
 
+@pytest.mark.promise(98)
 def test_another_loader_of_the_dataset_leaves_it_in_its_epoch() -> None:
     data = ByEpoch()
     [training], [other] = loaders(1, data, batch_size=2), loaders(1, data, batch_size=2)

@@ -33,6 +33,7 @@ def test_documents_are_cut_where_a_block_is_full(pack: Any) -> None:
     assert count == 3
 
 
+@pytest.mark.promise(118)
 @pytest.mark.parametrize("window", [0, -1, 2.5])
 def test_a_window_has_documents(window: Any) -> None:
     with pytest.raises(

@@ -333,6 +333,7 @@ class Endless(Dataset[int]):
         return index
 
 
+@pytest.mark.promise(100)
 def test_a_dataset_may_have_no_length() -> None:
     loader = DataLoader(Endless(), batch_sampler=[[1, 2], [3]])
     reading = Reading(loader)
