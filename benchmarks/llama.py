@@ -18,19 +18,21 @@ from composer_dist.distributed import init_context
 def options(parser: argparse.ArgumentParser, millions: float = 270) -> None:
     """Which one."""
     parser.add_argument("--millions", type=float, default=millions, help="parameters, in millions")
+    parser.add_argument("--width", type=int, default=1024, help="of a block; TinyLlama's 1.1 B have 2048")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
 
 
 def build(arguments: argparse.Namespace, real: bool) -> nn.Module:
-    """About that many million parameters, of width 1024; real with values by `expected`, or on meta."""
-    width, vocab = 1024, 32000
-    per_layer = 4 * width * width + 3 * width * 2816
+    """About that many million parameters; real with values by `expected`, or on meta."""
+    width, vocab = arguments.width, 32000
+    inner = width * 11 // 4
+    per_layer = 4 * width * width + 3 * width * inner
     layers = max(1, round((arguments.millions * 1e6 - 2 * vocab * width) / per_layer))
     config = LlamaConfig(
         hidden_size=width,
-        intermediate_size=2816,
+        intermediate_size=inner,
         num_hidden_layers=layers,
-        num_attention_heads=16,
+        num_attention_heads=width // 64,
         vocab_size=vocab,
         tie_word_embeddings=False,  # most rivals untie it
     )
