@@ -65,7 +65,7 @@ def convert_checkpoint(
         target: the path to write.
         form: "sharded" and "file" are the forms of `save_checkpoint`.
         like: a directory with the configuration, and tokenizer, of the Hugging Face model; by default the
-            source.
+            source, or the directory that it is in.
         key: the model's key in the checkpoint.
         prefix: added to the names in a checkpoint that is made from a Hugging Face model.
         max_shard_size: of a Hugging Face directory: bytes, or as "5GB".
@@ -76,9 +76,10 @@ def convert_checkpoint(
     """
     progress = progress or Progress(shown=True)
     mapped = Mapped(target.absolute().parent)
+    base = like or (source if source.is_dir() else source.parent)
     with progress.stage("converting") as stage:
         if form_of(source) == "huggingface":
-            tensors = _from_huggingface(source, model_like(like or source), mapped, stage)
+            tensors = _from_huggingface(source, model_like(base), mapped, stage)
             named = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
             contents: dict[str, tuple[Kind, Any]] = {key: ("model", named)}
         else:
@@ -92,9 +93,9 @@ def convert_checkpoint(
                 "A Hugging Face directory needs the model's configuration: pass --like with a directory "
                 "that has the config.json."
             )
-        model = model_like(like or source)
+        model = model_like(base)
         tensors = tensors or _of_model(contents, key, model, source)
-        _to_huggingface(tensors, model, like or source, target, max_shard_size, stage)
+        _to_huggingface(tensors, model, base, target, max_shard_size, stage)
 
 
 def form_of(path: Path) -> Form:
@@ -102,7 +103,9 @@ def form_of(path: Path) -> Form:
     if path.is_dir() and not (path / NAME).exists():
         there = chain(path.glob("*.safetensors"), path.glob("pytorch_model.bin*"))
         return "huggingface" if any(there) else "sharded"
-    return "sharded" if path.is_dir() else "huggingface" if path.suffix == ".safetensors" else "file"
+    if path.is_dir():
+        return "sharded"
+    return "huggingface" if path.name.endswith((".safetensors", ".index.json")) else "file"
 
 
 @dataclass

@@ -118,6 +118,8 @@ def test_models_into_checkpoints_and_back(tmp_path: Path) -> None:
     other = HuggingFaceModel(mixtral())
     load_checkpoint(tmp_path / "sharded", {"model": other})
     same(other.model.state_dict(), model.state_dict())
+    convert(tmp_path / "model" / "model.safetensors.index.json", tmp_path / "from the index.pt")
+    same(torch.load(tmp_path / "from the index.pt", weights_only=True)["model"], model.state_dict())
     for source in ("model.pt", "sharded"):
         target = tmp_path / f"back from {source}"
         convert(tmp_path / source, target, "--to", "huggingface", "--like", tmp_path / "model")
@@ -152,6 +154,10 @@ def test_what_cannot_be_converted_is_said_in_a_statement(tmp_path: Path) -> None
         return told
 
     refused(model, target)  # into what?
+    for size in ("-5KB", "0KB", "5"):
+        assert f"max_shard_size must be a number of bytes or a size such as '5GB', not '{size}'." in refused(
+            model, target, *into, f"--max-shard-size={size}"
+        )
     assert "does not exist" in refused(tmp_path / "nowhere", target)
     assert "does not exist" in refused(tmp_path / "nowhere", tmp_path / "target.pt")
     assert "--overwrite" in refused(model, there)

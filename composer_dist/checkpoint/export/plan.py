@@ -134,6 +134,8 @@ def _lay_out(
     if not tensors:
         raise CheckpointValueError("The model has no tensors to export.")
     try:
+        if str(max_shard_size).strip().startswith(("-", "0")):
+            raise ValueError
         split = split_state_dict_into_shards_factory(
             dict(tensors),
             get_storage_size=lambda one: one.numel() * one.dtype.itemsize,
