@@ -28,7 +28,7 @@ from composer_dist.distributed.ranks.agreement import Agreement
 from composer_dist.distributed.tensor_parallel import collectives
 from composer_dist.distributed.tensor_parallel.alike import compare_forwards
 from composer_dist.distributed.tensor_parallel.collectives import SEQUENCE, local
-from composer_dist.distributed.tensor_parallel.loss import give_loss
+from composer_dist.distributed.tensor_parallel.loss import gather_to_generate, give_loss
 from composer_dist.distributed.tensor_parallel.matrices import Cut, out_dim
 from composer_dist.distributed.tensor_parallel.plan import TensorParallelPlan
 from composer_dist.distributed.tensor_parallel.styles import Style
@@ -79,6 +79,7 @@ def give_sizes(structure: Structure, plan: TensorParallelPlan) -> None:
         setattr(_torch.unwrapped(structure.modules[one.module]), one.attribute, one.after)
     if plan.logits is not None:
         give_loss(structure, plan.logits)
+        gather_to_generate(structure, plan.logits)
 
 
 def arm(structure: Structure, plan: TensorParallelPlan | None, mesh: Mesh, agreement: Agreement) -> None:

@@ -6,6 +6,8 @@ position give the loss (Megatron's vocab-parallel cross-entropy; Shoeybi et al.,
 """
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist import _torch
 from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.calling import whole
 from composer_dist.structure.names import ancestors
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.parts import chunk
@@ -99,6 +102,27 @@ def give_loss(structure: Structure, head: str) -> None:
         if losses is not None and getattr(model, "loss_function", None) is losses.ForCausalLMLoss:
             model.loss_function = causal_lm_loss
             return
+
+
+def gather_to_generate(structure: Structure, head: str) -> None:
+    """Make `generate` of the Hugging Face model that contains `head` take whole logits."""
+    for name in ancestors(head):
+        model: Any = structure.modules[name]
+        if callable(getattr(model, "generate", None)):
+            model.generate = partial(_generate, model, model.generate)
+            return
+
+
+def _generate(model: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    handle = model.register_forward_hook(_gather_logits)
+    try:
+        return method(*args, **kwargs)
+    finally:
+        handle.remove()
+
+
+def _gather_logits(model: nn.Module, args: Any, output: Any) -> None:
+    output.logits = whole(output.logits)
 
 
 def causal_lm_loss(

@@ -79,7 +79,13 @@ def test_training_goes_on_as_if_nothing_had_happened() -> None:
     close(sampled, without)
 
 
-@pytest.mark.parametrize("config", ["fsdp", "ddp", {"mesh": {"dp_shard": 1, "tp": 2}, "tp": {}}])
+TENSOR_PARALLEL: list[Any] = [
+    {"mesh": {"dp_shard": 1, "tp": 2}, "tp": {"loss_parallel": loss_parallel}}
+    for loss_parallel in (False, True)
+]
+
+
+@pytest.mark.parametrize("config", ["fsdp", "ddp", *TENSOR_PARALLEL])
 def test_all_ranks_take_part_on_every_mesh(world2: World, config: Any) -> None:
     expected, _ = trained(make=divisible)
     for found, _ in world2(trained, config, divisible):
