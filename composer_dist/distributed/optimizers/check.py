@@ -74,10 +74,15 @@ def _faults(
         yield f"has state for {keys[0]!r}, which is not a parameter. Keep it in an attribute, or {_FIRST}"
         return
     if foreign := [parameter for parameter in [*held, *optimizer.state] if id(parameter) not in names]:
+        several = any(id(parameter) in names for parameter in held)
         yield (
             f"holds {len(foreign)} parameters (of {len(held)}) that are not this model's, the first of shape "
-            f"{tuple(getattr(foreign[0], 'shape', ()))}; build it from this model's parameters, before the "
-            "model is prepared."
+            f"{tuple(getattr(foreign[0], 'shape', ()))}; "
+            + (
+                "prepare the models that it trains as one: nn.ModuleList([model, other])."
+                if several
+                else "build it from this model's parameters, before the model is prepared."
+            )
         )
         return
     trainable = any(one.info.requires_grad for one in structure.parameters.values())

@@ -362,6 +362,33 @@ def test_an_optimizer_of_another_model_on_one_rank_is_refused_on_all() -> None:
 
 @pytest.mark.promise(83)
 @on_ranks(2)
+def test_an_optimizer_of_several_models_needs_them_prepared_as_one() -> None:
+    def models() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Sequential(nn.Linear(6, 8), nn.ReLU()), nn.Linear(8, 2)]
+
+    def train(models: list[nn.Module], prepare: bool) -> list[float]:
+        optimizer = torch.optim.AdamW([one for model in models for one in model.parameters()], 0.1)
+        if prepare:
+            with fails_alike(
+                ParallelismValueError, "AdamW holds 2 parameters (of 4)", "nn.ModuleList([model, "
+            ):
+                parallelize_model(models[0], config(), optimizer)
+            parallelize_model(nn.ModuleList(models), config(), optimizer)
+        losses = []
+        for _ in range(3):
+            loss = models[1](models[0](torch.ones(2, 6))).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    assert train(models(), True) == pytest.approx(train(models(), False))
+
+
+@pytest.mark.promise(83)
+@on_ranks(2)
 def test_optimizers_that_differ_between_ranks_are_refused() -> None:
     adam, adam_w = torch.optim.Adam, torch.optim.AdamW
     for make, text in (
