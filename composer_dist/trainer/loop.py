@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from composer_dist.distributed.prepared import named_parameters_canonical
+from composer_dist.distributed.replication.replica import settle
 from composer_dist.distributed.training.gradients import Accumulate, check_accumulate
 from composer_dist.errors import ParallelismValueError
 from composer_dist.trainer.arguments import check_microbatch_size
@@ -134,6 +135,7 @@ class TrainingLoop:
         while not state.finished and self._epoch():
             pass
         self._check_moved()
+        settle(state.model)
         self._evaluate_on(self._options.timetable.last(state))
         self._run_event(Event.FIT_END)
         state.dataloader, state.dataloader_label, state.dataloader_len = None, None, None
@@ -240,6 +242,7 @@ class TrainingLoop:
 
     def _evaluate_on(self, evaluators: Sequence[Evaluator]) -> None:
         if evaluators:
+            settle(self._state.model)  # metrics are those of a checkpoint that is saved next
             with self._state.throughput.pause():
                 self._evaluate(evaluators)
 

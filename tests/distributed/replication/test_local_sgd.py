@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, TensorDataset
 
 from composer_dist.checkpoint import load_checkpoint, save_checkpoint
 from composer_dist.config.replicate import DDPConfig
@@ -18,6 +19,7 @@ from composer_dist.distributed.replication.hooks import LocalSGD
 from composer_dist.errors import ParallelismValueError
 from tests.kit import models
 from tests.kit.compare import fails
+from tests.kit.training import classifier, fitted, loader, points
 from tests.kit.world import World, on_ranks
 
 pytestmark = pytest.mark.promise(63)
@@ -135,6 +137,37 @@ def test_a_checkpoint_between_two_averages_has_the_mean_with_which_training_cont
     parallelize_model(other, DDPConfig())
     load_checkpoint(tmp_path / "c", {"model": other})
     assert torch.equal(flat(other), flat(model))
+
+
+def alone(part: TensorDataset) -> Tensor:
+    """The classifier's parameters after an epoch over a part of the data."""
+    model = classifier()
+    optimizer = sgd(model)
+    for pair in DataLoader(part, 4):
+        model.loss(model(pair), pair).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+@pytest.mark.promise(98)
+@on_ranks(2)
+def test_evaluations_and_the_end_of_a_fit_average_first() -> None:
+    parts = [TensorDataset(*points()[:8]), TensorDataset(*points()[4:])]
+    trainer, log = fitted(
+        train_dataloader=DataLoader(parts[dist.get_rank()], 4),
+        eval_dataloader=loader(),
+        optimizers=sgd,
+        parallelism_config=DDPConfig(
+            comm_hook="post_local_sgd", averaging_period=9, comm_hook_options={"group_size": 1}
+        ),
+        device="cpu",
+        check_sampler=False,
+    )
+    mean = torch.stack([alone(part) for part in parts]).mean(0)
+    torch.testing.assert_close(flat(trainer.state.model), mean)
+    (evaluated,) = log.values("loss/eval/total")
+    assert trainer.eval(loader())["loss/eval/total"] == pytest.approx(evaluated)
 
 
 @on_ranks(2)
