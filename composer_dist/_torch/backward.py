@@ -49,6 +49,7 @@ _running: list[bool] = []
 """Of each backward that runs in the process, whether `torch.autograd.grad` has called it."""
 _leaves: list[Callable[[torch.Tensor], torch.Tensor]] = []
 _starts: list[Callable[[], None]] = []
+_ends: list[Callable[[bool], None]] = []
 _explanations: list[Callable[[RuntimeError], str | ParallelismError | None]] = []
 _failures: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
 
@@ -60,6 +61,13 @@ def at_start_of_backward(callback: Callable[[], None]) -> None:
     """
     if callback not in _starts:
         _starts.append(callback)
+    _watch_backward()
+
+
+def after_every_backward(callback: Callable[[bool], None]) -> None:
+    """Run `callback(failed)` after backward passes of the process, once none of them runs any more."""
+    if callback not in _ends:
+        _ends.append(callback)
     _watch_backward()
 
 
@@ -101,8 +109,11 @@ def _watch_backward() -> None:
             args = (*args[:4], tuple(map(leaf_of, args[4])), *args[5:])
         is_grad = not kwargs.get("accumulate_grad", True)
         _running.append(is_grad)
+        failed = True
         try:
-            return run(*args, **kwargs)
+            result = run(*args, **kwargs)
+            failed = False
+            return result
         except BaseException as error:
             # One around this one raises too; one in another thread may be about to end well.
             for owner, forget in list(_failures.items()) if len(_running) == 1 else ():
@@ -116,6 +127,8 @@ def _watch_backward() -> None:
             raise
         finally:
             _running.remove(is_grad)
+            for end in _ends if not _running else ():
+                end(failed)
 
     # torch.compiler, which replaces both for a while, restores the first one under both names.
     torch.autograd.graph._engine_run_backward = watched

@@ -83,14 +83,19 @@ def _are_alike(lists: Sequence[Sequence[Any]], options: Mapping[str, Any]) -> bo
     full = [one for one in lists if one]
     if any(len(one) != len(lists[0]) for one in full):
         return False
-    return all(all(map(_is_alike, full[0], each)) for each in full[1:])
+    specs = [one._spec if isinstance(one, DTensor) else None for one in full[0]]
+    return all(_is_cut_alike(specs, each) for each in full[1:])
 
 
-def _is_alike(param: Any, other: Any) -> bool:
-    if isinstance(other, DTensor):
-        return isinstance(param, DTensor) and (param._spec is other._spec or _cut(param) == _cut(other))
-    return not (isinstance(param, DTensor) and isinstance(other, torch.Tensor) and other.dim())
-
-
-def _cut(tensor: DTensor) -> tuple[Any, ...]:
-    return tensor._spec.placements, tensor._spec.mesh
+def _is_cut_alike(specs: Sequence[DTensorSpec | None], tensors: Sequence[Any]) -> bool:
+    """Whether tensors are cut as parameters with these specifications are; None is of a whole one."""
+    for spec, one in zip(specs, tensors, strict=True):
+        if isinstance(one, DTensor):
+            own = one._spec
+            if own is not spec and (
+                spec is None or (own.placements, own.mesh) != (spec.placements, spec.mesh)
+            ):
+                return False
+        elif spec is not None and isinstance(one, torch.Tensor) and one.dim():
+            return False
+    return True

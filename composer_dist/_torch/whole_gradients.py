@@ -1,6 +1,7 @@
 """The whole gradients that FSDP2 keeps until a backward reduces them."""
 
-from collections.abc import Set
+from collections.abc import Callable, Set
+from functools import partial
 from typing import Any
 from weakref import KeyedRef
 
@@ -10,7 +11,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from composer_dist._torch.backward import after_failed_backward, current_backward, replace_inputs
+from composer_dist._torch.backward import (
+    after_every_backward,
+    after_failed_backward,
+    current_backward,
+    replace_inputs,
+)
 from composer_dist._torch.sharding import fsdp_param_groups, fsdp_params
 from composer_dist.errors import ParallelismRuntimeError
 
@@ -37,10 +43,15 @@ def unreduced(module: FSDPModule) -> list[tuple[str, nn.Parameter]]:
     """A unit's shards, by name, whose gradients wait for a synchronized backward. Since torch 2.4."""
     return [
         (param._param_fqn, param.sharded_param)
-        for group in fsdp_param_groups(module)
+        for group in (fsdp_param_groups(module) if _waiting else ())
         for param in group.fsdp_params
         if _is_unreduced(param, group)
     ]
+
+
+def any_unreduced() -> bool:
+    """Whether there may be gradients that wait for a synchronized backward."""
+    return bool(_waiting)
 
 
 def drop_unreduced(module: FSDPModule, held: Set[int]) -> None:
@@ -81,11 +92,13 @@ def drop_with_gradients(module: FSDPModule) -> None:
     from torch._dynamo.decorators import skip  # here, where an optimizer has imported it already
 
     for group in fsdp_param_groups(module):
+        group.post_backward = partial(_post_backward, group, group.post_backward)
         for param in group.fsdp_params:
             setattr(param, _GROUP, group)
             key = id(param.sharded_param)
             _kept[key] = KeyedRef(param, _forget, key)
     replace_inputs(_gathered)
+    after_every_backward(_note_late)
     for function in (_get_grad, _set_grad, _record, _is_unreduced, current_backward):
         skip(function)  # Dynamo, in a compiled `step`, would read `.grad` by the property itself
     setattr(DTensor, "grad", property(_get_grad, _set_grad, _grad.__delete__))  # noqa: B010
@@ -100,6 +113,32 @@ _kept: dict[int, KeyedRef[int, Any]] = {}
 
 As in a `WeakValueDictionary`, whose `get` takes longer.
 """
+
+
+_waiting: set[int] = set()
+"""The identities of FSDP2's records of units that may keep whole gradients."""
+_passed: list[Any] = []
+"""The records of units that backward has passed since none ran."""
+
+
+def _post_backward(group: Any, reduce: Callable[[], None]) -> None:
+    reduce()
+    _passed.append(group)
+    if group.reduce_grads and group.all_reduce_grads:
+        _waiting.discard(id(group))
+    else:
+        _waiting.add(id(group))
+
+
+def _note_late(failed: bool) -> None:
+    """Look for gradients that came after those of their units were reduced, or before an error."""
+    if failed:
+        known = (there() for there in list(_kept.values()))
+        _passed.extend({getattr(param, _GROUP) for param in known if param is not None})
+    while _passed:
+        group = _passed.pop()
+        if any(_is_unreduced(param, group) for param in group.fsdp_params):
+            _waiting.add(id(group))
 
 
 def _forget(gone: KeyedRef[int, Any]) -> None:
@@ -122,6 +161,8 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 def _get_grad(tensor: DTensor) -> Any:
     grad = _read_grad(tensor)
+    if not _waiting and (not isinstance(grad, DTensor) or grad._spec is tensor._spec):
+        return grad
     if (param := _record(tensor)) is not None:
         other = isinstance(grad, DTensor) and grad._spec is not tensor._spec
         if other and grad.placements != tensor.placements and _is_whole(grad):
@@ -150,7 +191,7 @@ def _is_whole(tensor: DTensor) -> bool:
 
 def _set_grad(tensor: DTensor, value: torch.Tensor | None) -> None:
     _grad.__set__(tensor, value)
-    if value is None and (param := _record(tensor)) is not None:
+    if value is None and _waiting and (param := _record(tensor)) is not None:
         group = getattr(param, _GROUP)
         if _is_unreduced(param, group):
             _drop_of_group(group, {id(tensor)})

@@ -69,7 +69,7 @@ def _watch_zero_grad() -> None:
 
 
 def _drop_whole(parameters: Iterable[Tensor]) -> None:
-    if held := set(map(id, parameters)):
+    if _torch.any_unreduced() and (held := set(map(id, parameters))):
         for unit in [unit for model in prepared_models() for unit in _units(model)]:
             _torch.drop_unreduced(unit, held)
 
