@@ -48,7 +48,13 @@ LIMITS: dict[str, dict[str, dict[str, float]]] = {
         "pct_start": {"minimum": 0, "maximum": 1},
     },
     "CheckpointSaver": {"keep save_top_k": {"exclusiveMinimum": 0}},
+    "DDPConfig": {"bucket_cap_mb averaging_period": {"exclusiveMinimum": 0}},
+    "EarlyStopping": {"patience": {"exclusiveMinimum": 0}, "min_delta": {"minimum": 0}},
+    "Generate": {"batch_size": {"exclusiveMinimum": 0}},
     "GradientClipping": {"norm norm_type value": {"exclusiveMinimum": 0}},
+    "ParallelismConfig": {"bucket_bytes": {"exclusiveMinimum": 0}},
+    "Profiler": {"active": {"exclusiveMinimum": 0}, "skip_first wait warmup repeat": {"minimum": 0}},
+    "SpeedMonitor": {"window_size peak_flops": {"exclusiveMinimum": 0}},
     "Trainer": {"gradient_clipping": {"exclusiveMinimum": 0}},
 }
 """Of numbers, for the first look at a configuration; the classes check most of them too."""

@@ -30,6 +30,8 @@ _SIMPLE: Mapping[str, Any] = {
 
 _LIMITS = {"minimum": "ge", "maximum": "le", "exclusiveMinimum": "gt", "exclusiveMaximum": "lt"}
 """Of numbers, in the schema's words and in pydantic's."""
+_POSITIVE = frozenset({"interval", "half_life", "update_interval", "t_max"})
+"""Times that are longer than 0; those of a start or a warm-up need not be."""
 
 
 @cache
@@ -95,7 +97,10 @@ def _mapping(name: str) -> Any:
     fields: dict[str, Any] = {}
     for key, one in schema["properties"].items():
         default = ... if key in schema.get("required", ()) else one.get("default")
-        fields[f"{key}_"] = (_type(one), pydantic.Field(default, alias=key))
+        kind = _type(one)
+        if key in _POSITIVE and {"$ref": "#/$defs/Time"} in one.get("anyOf", ()):
+            kind = readable(kind, partial(Time.positive, key))
+        fields[f"{key}_"] = (kind, pydantic.Field(default, alias=key))
     extra: Any = "allow" if schema["additionalProperties"] else "forbid"
     config = pydantic.ConfigDict(extra=extra, protected_namespaces=())
     return pydantic.create_model(name, __config__=config, **fields)

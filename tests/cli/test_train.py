@@ -108,7 +108,7 @@ def test_a_dry_run_with_a_strategy_by_name() -> None:
         (["callbacks={generate: {prompts: [a]}}"], "Generate needs a HuggingFaceModel"),
         (["callbacks={early_stopping: {monitor: loss/val/total}}"], "Did you mean 'loss/eval/total'? Logged"),
         (["loggers={torch.nn.ReLU: {}}"], "loggers takes a LoggerDestination"),
-        (["loggers={console: {interval: 0ba}}"], "ConsoleLogger's interval must be positive"),
+        (["loggers={console: {interval: 0ba}}"], "loggers.console.interval: interval must be positive"),
         (["loggers={wandb: {mode: no}}"], "expected 'online', 'offline' or 'disabled'"),
         (["out=/proc/a"], "out=/proc/a cannot be written: /proc is not a folder to write to"),
         (["loggers={file: {path: /dev/null/a}}"], "loggers.file.path=/dev/null/a cannot be written"),

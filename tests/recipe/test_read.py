@@ -158,6 +158,33 @@ def test_what_needs_no_torch_is_told_without_it(write: Write) -> None:
     assert told == f"'parallelism=fsdpp': parallelism: {unknown_strategy('fsdpp', strategies.STRATEGIES)}"
 
 
+def test_numbers_and_times_out_of_range_are_told_at_once(write: Write) -> None:
+    text = GOOD + "checkpoints: {interval: 0ba}\nloggers: {console: {interval: 0ba}}\nscheduler:\n"
+    text += "  {name: cosine, t_warmup: 0ba, t_max: 0ba}\n"
+    text += "parallelism: {bucket_bytes: 0, ddp: {bucket_cap_mb: 0}}\n"
+    text += "callbacks:\n  early_stopping: {monitor: loss/train/total, patience: 0, min_delta: -1}\n"
+    text += "  ema: {half_life: 0ba, start: 0ba}\n  generate: {prompts: [a], batch_size: 0, interval: 0}\n"
+    text += "  speed_monitor: {window_size: 0}\n  profiler: {active: 0, wait: -1}\n"
+    told = [line.partition(": ")[2] for line in faults_at_once(write(text), [])]
+    above, least = "expected a number greater than 0, got 0", "expected a number greater than or equal to 0"
+    assert told == [
+        "checkpoints.interval: interval must be positive, not '0ba'",
+        "loggers.console.interval: interval must be positive, not '0ba'",
+        "scheduler.t_max: t_max must be positive, not '0ba'",
+        f"parallelism.ddp.bucket_cap_mb: {above}",
+        f"parallelism.bucket_bytes: {above}",
+        "callbacks.early_stopping.patience: expected a number greater than 0 or a string, got 0",
+        f"callbacks.early_stopping.min_delta: {least}, got -1",
+        "callbacks.ema.half_life: half_life must be positive, not '0ba'",
+        "callbacks.generate.interval: interval must be positive, not '0ep'",
+        f"callbacks.generate.batch_size: {above}",
+        f"callbacks.speed_monitor.window_size: {above}",
+        f"callbacks.profiler.wait: {least}, got -1",
+        f"callbacks.profiler.active: {above}",
+    ]
+    assert faults_at_once(write(GOOD + "callbacks: {progress_bar: {interval: 0}}\n"), []) == []
+
+
 def test_files_are_utf_8_whatever_the_locale_is(write: Write) -> None:
     file = write(GOOD + "# caf\u00e9\n")
     code = (
