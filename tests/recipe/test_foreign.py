@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
+from transformers import AutoConfig, AutoModelForMaskedLM
 from typer.testing import CliRunner
 
 import composer_dist
@@ -87,6 +88,18 @@ def refused(preset: str, *overrides: str) -> str:
 )
 def test_it_is_said_before_anything_starts(preset: str, overrides: list[str], said: str) -> None:
     assert said in refused(preset, *overrides)
+
+
+def test_a_causal_model_does_not_see_the_next_token(tmp_path: Path) -> None:
+    encoder = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = f"model.config={json.dumps(encoder)}"
+    said = "'bert' sees the token that it has to predict. Set is_decoder: true in"
+    assert f"model.kind=causal_lm: {said} model.config, or use" in refused("pretrain", config)
+    command = ["train", str(PRESETS / "pretrain.yaml"), "--dry-run", config, "model.config.is_decoder=true"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    AutoModelForMaskedLM.from_config(AutoConfig.for_model(**encoder)).save_pretrained(tmp_path)
+    pretrained = ("model.config=null", f"model.pretrained={tmp_path}", "model.tokenizer=bytes")
+    assert f"{said} {tmp_path}/config.json" in refused("finetune", *pretrained)
 
 
 def test_directories_that_are_not_models(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def check_kind(model: HubModel, config: Any) -> None:
     """Raises unless transformers has a model of this kind for the configuration.
 
     Raises:
-        ParallelismValueError: names the kinds that there are.
+        ParallelismValueError: names the kinds that there are, or what makes the model causal.
     """
     import transformers
 
@@ -178,6 +178,15 @@ def check_kind(model: HubModel, config: Any) -> None:
         found = f"only as {' or '.join(kinds)}" if kinds else "in no kind that a run can train"
         raise ParallelismValueError(
             f"model.kind={model.kind}: transformers has {config.model_type!r} {found}."
+        )
+    # transformers only warns of encoders that learn to copy the next token.
+    off = [key for key in ("is_decoder", "causal") if getattr(config, key, None) is False]
+    encodes = "masked_lm" in kinds and not getattr(config, "is_encoder_decoder", False)
+    if model.kind == "causal_lm" and encodes and off:
+        where = f"{model.pretrained}/config.json" if model.pretrained is not None else "model.config"
+        raise ParallelismValueError(
+            f"model.kind=causal_lm: {config.model_type!r} sees the token that it has to predict. Set "
+            f"{off[0]}: true in {where}, or use model.kind: masked_lm."
         )
 
 
