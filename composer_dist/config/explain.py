@@ -46,7 +46,8 @@ def explain(
         plain = [one for one in errors if one["type"] not in ("is_instance_of", "path_type")]
         known = _keys(schema, where[:-1], values)
         name = str(where[-1]) if where else ""
-        yield where, _text(plain or errors, name, known, partial(hint, where))
+        chosen = ("kind",) if errors[0]["type"] == "union_tag_invalid" else ()
+        yield (*where, *chosen), _text(plain or errors, name, known, partial(hint, where))
 
 
 def unknown_key(name: str, known: Sequence[str], hint: str = "") -> str:
@@ -78,6 +79,8 @@ def _text(errors: Sequence[dict[str, Any]], name: str, known: list[str], hint: C
                 expected.append("a path")
             case "too_long":
                 expected.append(f"at most {context['max_length']} values")
+            case "too_short":
+                expected.append(f"at least {context['min_length']} value(s)")
             case _:
                 text = error["msg"].removeprefix("Input should be ").replace("a valid ", "a ")
                 text = re.sub("^(?=greater|less)", "a number ", text)

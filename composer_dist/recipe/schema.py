@@ -198,12 +198,19 @@ class TableData(RowData):
     """Rows with a text and a label: a class, or for sequence-to-sequence models the text to write."""
 
     kind: Literal["table"]
-    text: str | list[str] = "text"
+    text: str | Annotated[list[str], Field(min_length=1, max_length=2)] = "text"
     """The column of texts, or two of them."""
     label: str = "label"
     """The column of labels: numbers, names, or texts to write."""
     classes: list[ClassName] | None = None
     """The names of the labels, in order; by default those of the column."""
+
+    @field_validator("classes")
+    @classmethod
+    def _are_different(cls, classes: list[str] | None) -> list[str] | None:
+        if classes is not None and (len(classes) < 2 or len({*classes}) < len(classes)):
+            raise ValueError(f"expected at least two different names, got {classes!r}")
+        return classes
 
 
 class FunctionData(Data):

@@ -94,6 +94,10 @@ def test_rows_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
     hf.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "splits")
     with pytest.raises(ParallelismValueError, match=r"has the splits train, test: give .*splits/train"):
         read(f"{tmp_path}/splits")
+    with pytest.raises(
+        ParallelismValueError, match=r"is not a folder that save_to_disk wrote.* \S+/\*\.jsonl"
+    ):
+        read(str(tmp_path))
     (tmp_path / "bad.jsonl").write_text(f'{ROWS.read_text()}{{"messages": [}}\n')
     with pytest.raises(
         ParallelismValueError, match=rf"bad\.jsonl:{len(expected) + 1}: not JSON: Expecting value"

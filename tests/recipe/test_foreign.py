@@ -64,6 +64,16 @@ def refused(preset: str, *overrides: str) -> str:
         ("pretrain", ["model.config.vocab_size=100"], "vocab_size is 100, but the tokenizer has 261 tokens"),
         (
             "pretrain",
+            ["model.config.vocab_size=abc"],
+            "vocab_size is 'abc', but the tokenizer has 261 tokens",
+        ),
+        (
+            "pretrain",
+            ["model.config.vocab_size=null"],
+            "vocab_size is None, but the tokenizer has 261 tokens",
+        ),
+        (
+            "pretrain",
             ["model.config={model_type: t5}"],
             "transformers has 't5' only as seq2seq_lm or sequence_classification",
         ),

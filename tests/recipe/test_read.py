@@ -252,12 +252,12 @@ def test_a_missing_file_is_told_its_nearest_neighbor(tmp_path: Path) -> None:
 
 
 REPLACED = [
-    ("model:\n  kind: causal_lm", "model:\n  kind: causal", ":1: model: unknown kind 'causal'."),
+    ("model:\n  kind: causal_lm", "model:\n  kind: causal", ":2: model.kind: unknown kind 'causal'."),
     ("  kind: text\n", "", ":6: data: 'kind' is missing"),
     ("model_type: llama", "model_type: lama", "no model 'lama'. Did you mean 'llama'?"),
     ("model_type: llama", "model_type: [llama]", "transformers has no model ['llama']"),
-    ("kind: text", "kind: [text]", ":6: data: unknown kind"),
-    ("kind: causal_lm", "kind: [causal_lm]", ":1: model"),
+    ("kind: text", "kind: [text]", ":7: data.kind: unknown kind"),
+    ("kind: causal_lm", "kind: [causal_lm]", ":2: model.kind"),
     ("    model_type: llama\n", "", ":3: model.config: 'model_type' is missing"),
     ("name: adamw", "name: adamx", ":10: optimizer.name: There is no optimizer 'adamx'. Did you mean"),
     ("data:\n", "\tdata:\n", ":6: not valid YAML: "),
@@ -392,6 +392,8 @@ def test_what_transformers_takes_beside_the_fields_of_a_config(write: Write) -> 
 def test_labeled_texts_have_several_classes(write: Write, classes: str) -> None:
     typed = f"data={{kind: labeled_text, classes: {classes}}}"
     (told,) = faults_at_once(write(GOOD), [typed])
+    (kind,) = faults_at_once(write(GOOD), ["data.kind=txt"])
+    assert kind.startswith("'data.kind=txt': data.kind: unknown kind 'txt'. Did you mean 'text'?")
     count = classes.count(":")
     assert told.startswith(f"{typed!r}: data.classes: expected at least two classes, got {count}")
 

@@ -115,11 +115,23 @@ def test_classes_of_numbers(labels: Any, count: Any, expected: Any, tmp_path: Pa
     assert classes_of(TableData(kind="table", source=f"{tmp_path}/numbers"), model) == expected
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"classes": ["a", "b", "a"]}, {"classes": [1, "1"]}, {"classes": []}, {"text": []}]
+)
+def test_classes_have_different_names_and_texts_a_column(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"at least two different names|at least 1 item"):
+        TableData(kind="table", source="a", **wrong)
+
+
 def test_numbers_that_are_no_classes_are_named(tmp_path: Path) -> None:
     model = HubModel(kind="sequence_classification", config=BERT)
     hf.Dataset.from_dict({"text": ["a"], "label": ["x"]}).save_to_disk(tmp_path / "one")
     with pytest.raises(ParallelismValueError, match=r"data\.label: there is only one class, 'x'"):
         classes_of(TableData(kind="table", source=f"{tmp_path}/one"), model)
+    with pytest.raises(ParallelismValueError, match=r"regression on numbers, but column 'label' has texts"):
+        classes_of(
+            TableData(kind="table", source=f"{tmp_path}/one"), model.model_copy(update={"num_labels": 1})
+        )
     assert TableData(kind="table", source="a", classes=[1, True, "b"]).classes == ["1", "true", "b"]  # type: ignore[list-item]
     hf.Dataset.from_dict({"text": ["a"], "label": [0.5]}).save_to_disk(tmp_path / "numbers")
     with pytest.raises(

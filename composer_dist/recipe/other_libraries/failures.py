@@ -197,9 +197,9 @@ def check_vocabulary(config: Arguments, tokenizer: Any) -> None:
         ParallelismValueError: names both numbers.
     """
     rows = config.get("vocab_size", len(tokenizer))
-    if rows < len(tokenizer):
+    if not isinstance(rows, int | float) or rows < len(tokenizer):  # transformers tells of 300.0
         raise ParallelismValueError(
-            f"model.config.vocab_size is {rows}, but the tokenizer has {len(tokenizer)} tokens; without "
+            f"model.config.vocab_size is {rows!r}, but the tokenizer has {len(tokenizer)} tokens; without "
             "vocab_size the model gets as many."
         )
 

@@ -46,7 +46,13 @@ def read(source: Source, streaming: bool = False, key: str = "data.source") -> A
         return load(**{"dataset": "", "split": "train", "streaming": streaming, **source})
     patterns = [source] if isinstance(source, str) else source
     if len(patterns) == 1 and Path(patterns[0]).is_dir():
-        rows = library().load_from_disk(patterns[0])
+        try:
+            rows = library().load_from_disk(patterns[0])
+        except FileNotFoundError:
+            raise ParallelismValueError(
+                f"{key}: {patterns[0]} is not a folder that save_to_disk wrote. For files in it give their "
+                f"names, such as {Path(patterns[0]) / '*.jsonl'}."
+            ) from None
         if isinstance(rows, dict):
             raise ParallelismValueError(
                 f"{key}: {patterns[0]} has the splits {', '.join(rows)}: give the folder of one, such "
@@ -150,6 +156,10 @@ def _classes(data: TableData, count: int | None) -> list[str] | None:
     if (names := getattr(features.get(data.label), "names", None)) is not None:
         return list(names)
     if count == 1:
+        if getattr(features.get(data.label), "dtype", "").endswith("string"):
+            raise ParallelismValueError(
+                f"model.num_labels: 1 trains a regression on numbers, but column {data.label!r} has texts."
+            )
         return None
     if data.streaming:
         raise ParallelismValueError("data.streaming reads no labels before training: give data.classes.")

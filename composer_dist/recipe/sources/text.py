@@ -169,7 +169,9 @@ def hold_out(samples: Sequence[Any], count: int) -> tuple[list[int], list[int]]:
         ParallelismValueError: nothing would be left to train on.
     """
     if count >= len(samples):
-        raise ParallelismValueError(f"There are {len(samples)} samples; {count} cannot be held out.")
+        raise ParallelismValueError(
+            f"There are {len(samples)} samples; {count} cannot be held out. Lower data.held_out."
+        )
     every = len(samples) // count if count else len(samples) + 1
     held = list(range(0, len(samples), every))[:count]
     taken = set(held)

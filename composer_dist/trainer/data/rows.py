@@ -124,7 +124,8 @@ def check_max_length(length: object) -> None:
     """
     if length is not None and (not isinstance(length, int) or length < 2):
         raise ParallelismValueError(
-            f"max_length must be a number of tokens, at least 2, or None for no limit, not {length!r}."
+            "max_length (in YAML data.context) must be a number of tokens, at least 2, or None for no limit, "
+            f"not {length!r}."
         )
 
 

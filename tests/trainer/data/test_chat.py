@@ -202,7 +202,10 @@ def test_errors_name_the_row_and_warnings_count_rows() -> None:
     for empty in ([], Dataset.from_list([]), IterableDataset.from_generator(lambda: iter(()))):
         with pytest.raises(ParallelismValueError, match="The data has no rows"):
             ChatTokenizer(tokenizer).map(empty)
-    with pytest.raises(ParallelismValueError, match="max_length must be a number of tokens, at least 2"):
+    with pytest.raises(
+        ParallelismValueError,
+        match=r"max_length \(in YAML data.context\) must be a number of tokens, at least 2",
+    ):
         ChatTokenizer(tokenizer, max_length=0)
 
 
