@@ -230,7 +230,8 @@ def test_missing_files_are_told_at_once(write: Write, tmp_path: Path) -> None:
     assert f"model.pretrained: {tmp_path}/nowhere: there is no such directory" in nowhere
     (is_a_file,) = told(f"model.tokenizer={file}")
     assert is_a_file.endswith(f"model.tokenizer: {file} is a file: give the directory of the model")
-    for key in ("out=", "checkpoints.folder=", "loggers.tensorboard.log_dir=", "loggers.file.path="):
+    keys = ("out=", "checkpoints.folder=", "loggers.tensorboard.log_dir=", "loggers.file.path=")
+    for key in (*keys, "callbacks.profiler.folder=", "phases.write_to="):
         (unwritable,) = told(f"{key}/dev/null/a/b")
         assert f"{key}/dev/null/a/b cannot be written: /dev/null is not a folder to write to" in unwritable
     chat = f"data={{kind: chat, source: {{dataset: x}}, evaluate: {none}, chat_template: none.jinja}}"

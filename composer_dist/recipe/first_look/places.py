@@ -29,12 +29,14 @@ def check_places(run: Run) -> None:
     places = {"out": run.out, "checkpoints.folder": (run.checkpoints or {}).get("folder")}
     for logger, key in (("file", "path"), ("tensorboard", "log_dir")):
         places[f"loggers.{logger}.{key}"] = (run.loggers.get(logger) or {}).get(key)
+    places["callbacks.profiler.folder"] = (run.callbacks.get("profiler") or {}).get("folder")
+    places["phases.write_to"] = (run.phases or {}).get("write_to")
     for key, place in places.items():
         if not place or "://" in str(place):
             continue
-        path = Path(place).absolute()
+        path, is_file = Path(str(place)).absolute(), key.endswith(("path", "write_to"))
         try:
-            above = next(one for one in (path, *path.parents)[key.endswith("path") :] if one.exists())
+            above = next(one for one in (path, *path.parents)[is_file:] if one.exists())
         except OSError as error:  # a name that is too long, say
             raise ParallelismValueError(f"{key}={place} cannot be written: {error.strerror}.") from None
         try:
@@ -43,5 +45,5 @@ def check_places(run: Run) -> None:
             raise ParallelismValueError(
                 f"{key}={place} cannot be written: {above} is not a folder to write to."
             ) from None
-        if key.endswith("path") and path.is_dir():
+        if is_file and path.is_dir():
             raise ParallelismValueError(f"{key}={place} is a folder: give the name of a file in it.")

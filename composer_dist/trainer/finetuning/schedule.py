@@ -167,6 +167,7 @@ def default_phases(model: nn.Module, *, until: Time | str | NoImprovement = "1ep
 def dump_schedule(schedule: PhaseSchedule, path: str | Path) -> None:
     """Writes phases as a YAML file, to edit and to read back with `load_schedule`."""
     values = [phase.to_dict() for phase in phases_of(schedule)]
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(yaml.safe_dump(values, sort_keys=False, width=100), "utf-8")
 
 

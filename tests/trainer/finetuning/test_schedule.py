@@ -44,7 +44,7 @@ def test_of_an_odd_number_the_last_is_alone() -> None:
 @pytest.mark.promise(76)
 @pytest.mark.parametrize("schedule", [SCHEDULE, default_phases(net())])
 def test_dump_and_load_give_the_same_phases(tmp_path: Path, schedule: Any) -> None:
-    path = tmp_path / "phases.yaml"
+    path = tmp_path / "new" / "phases.yaml"
     dump_schedule(schedule, path)
     assert load_schedule(path) == phases_of(str(path)) == tuple(schedule)
     assert load_schedule(path) == phases_of(yaml.safe_load(path.read_text()))
