@@ -41,6 +41,7 @@ def keys(
     if not chosen:
         names = dict.fromkeys(name.partition(" ")[0] for name in known if name)
         every = [f"{name.partition(' ')[0]}.{row.key}" for name, rows in known.items() for row in rows]
+        every = [one.removeprefix(".") for one in every]  # the top of the file has no name
         near = near_miss(str(section), [*names, *every])
         raise typer.BadParameter(
             f"there is no section or key {section!r}.{near} Sections: {', '.join(names)}",

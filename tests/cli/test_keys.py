@@ -91,6 +91,9 @@ def test_one_key_is_shown_and_a_misspelled_one_is_told_the_closest() -> None:
     )
     assert printed("keys", "seed")[1].startswith("\nThe top of the file:\n  seed (")
     assert printed("keys", "optimizer.lr")[1].count("  lr (") == 5
+    assert "Did you mean 'optimizer'?" in " ".join(
+        printed("keys", "optimizr")[2].replace("\u2502", "").split()
+    )
     status, _, told = printed("keys", "trainer.max_duratoin")
     assert (
         status,
