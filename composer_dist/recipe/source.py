@@ -71,10 +71,15 @@ def read_document(text: str, source: str) -> tuple[Document, list[Problem]]:
     return Document(values, source, found.lines), problems
 
 
+_NAMED = {"optimizer": "name", "scheduler": "name", "parallelism": "strategy"}
+"""Sections that may be a name alone, and the key that it has beside others."""
+
+
 def override(document: Document, assignments: Sequence[str]) -> list[Problem]:
     """Sets values of `document` in place; each assignment is `dotted.key=value`, with the value in YAML.
 
-    Missing mappings on the way are created; a number picks an entry of a list.
+    Missing mappings on the way are created; a number picks an entry of a list. A section that is only a name
+    keeps it.
 
     Returns:
         What could not be set, and why.
@@ -92,6 +97,9 @@ def override(document: Document, assignments: Sequence[str]) -> list[Problem]:
             duplicate = str(error).startswith("duplicate")
             wrong.append(f"{text!r}: {error if duplicate else f'{raw!r} is not valid YAML; quote it'}")
             continue
+        section, named = keys[0], document.values.get(str(keys[0]))
+        if len(keys) > 1 and section in _NAMED and isinstance(named, str):
+            document.values[section] = {_NAMED[section]: named}
         if (fault := _set(document.values, keys, value)) is not None:
             wrong.append(f"{text!r}: {fault}")
             continue

@@ -13,7 +13,7 @@ import torch
 
 from composer_dist import ParallelismConfig, users_code
 from composer_dist.config import parallelism as strategies
-from composer_dist.config.parallelism import register_strategy, strategy_named
+from composer_dist.config.parallelism import register_strategy, resolve_config, strategy_named
 from composer_dist.errors import ParallelismError, ParallelismKeyError, ParallelismValueError
 from composer_dist.recipe.build import callbacks_of, loggers_of
 from composer_dist.recipe.data import datasets, loader
@@ -404,6 +404,21 @@ def test_an_override_of_one_place_leaves_others_of_the_same_alias_alone(write: W
     run = read_configuration(write(text), ["checkpoints.interval=2ba", "checkpoints.mode=max"]).run
     assert run.callbacks == {"early_stopping": {"monitor": "loss", "mode": "min"}}
     assert run.checkpoints == {"monitor": "loss", "mode": "max", "interval": "2ba"}
+
+
+def test_an_override_beside_a_name_keeps_the_name(write: Write) -> None:
+    text = GOOD.replace("optimizer:\n  name: adamw\n  lr: 1e-3\n", "optimizer: sgd\nparallelism: ddp\n")
+    overrides = [
+        "optimizer.lr=0.1",
+        "parallelism.ddp.bucket_cap_mb=3",
+        "scheduler=cosine",
+        "scheduler.alpha_f=0",
+    ]
+    read = read_configuration(write(text), overrides)
+    assert (read.run.optimizer.name, read.run.optimizer.arguments) == ("sgd", {"lr": 0.1})
+    assert read.parallelism == resolve_config({"strategy": "ddp", "ddp": {"bucket_cap_mb": 3}})
+    assert read.run.scheduler is not None
+    assert (read.run.scheduler.name, read.run.scheduler.arguments) == ("cosine", {"alpha_f": 0.0})
 
 
 def test_an_override_finds_a_key_that_is_a_number(write: Write) -> None:
