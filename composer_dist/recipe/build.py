@@ -20,13 +20,13 @@ from composer_dist.errors import CheckpointError, CheckpointValueError, Parallel
 from composer_dist.precision import as_precision
 from composer_dist.random_states import seed_all, set_aside
 from composer_dist.recipe import named
-from composer_dist.recipe.data import Loader, datasets, epoch_of, loader
+from composer_dist.recipe.data import Loader, batches, datasets, epoch_of, loader
 from composer_dist.recipe.models import Built, build_model, tokenizer_of
 from composer_dist.recipe.other_libraries.failures import blaming, check_wandb
 from composer_dist.recipe.output.summary import RunSummary
 from composer_dist.recipe.problems import Problems
 from composer_dist.recipe.read import Configuration
-from composer_dist.recipe.schema import HubModel, Run
+from composer_dist.recipe.schema import Entries, HubModel, Run
 from composer_dist.recipe.signature import known_names
 from composer_dist.recipe.trial import check_eps, samples_to_try, try_step
 from composer_dist.trainer import (
@@ -35,7 +35,6 @@ from composer_dist.trainer import (
     NoImprovement,
     Resume,
     State,
-    Time,
     Timestamp,
     TimeUnit,
 )
@@ -285,17 +284,33 @@ def check_total(state: State, run: Run) -> None:
             )
 
 
+def _by_name(
+    section: str, known: dict[str, str], entries: Entries, configuration: Configuration, problems: Problems
+) -> list[Any]:
+    """The callbacks or loggers; what they say against their arguments is added to the problems."""
+    made = []
+    for name, arguments in entries.items():
+        with problems.at(section, name):
+            kind = named.find(section.removesuffix("s"), known, name, configuration.folder)
+            made.append(kind(**named.placed(name, arguments, configuration.run.out)))
+    return made
+
+
 def callbacks_of(configuration: Configuration) -> list[Any]:
-    """The callbacks that the configuration names, its phases and its checkpoints."""
-    run, folder = configuration.run, configuration.folder
-    made = [
-        named.find("callback", named.CALLBACKS, name, folder)(**named.placed(name, arguments, run.out))
-        for name, arguments in run.callbacks.items()
-    ]
+    """The callbacks that the configuration names, its phases and its checkpoints.
+
+    Raises:
+        ConfigurationError: some refuse their arguments, each with its line.
+    """
+    run, problems = configuration.run, Problems(configuration.document)
+    made = _by_name("callbacks", named.CALLBACKS, run.callbacks, configuration, problems)
     if run.phases is not None:
-        made.append(FineTuningPhases(**run.phases))
+        with problems.at("phases"):
+            made.append(FineTuningPhases(**run.phases))
     if run.checkpoints is not None:
-        made.append(CheckpointSaver(**{"folder": run.out / CHECKPOINTS, **run.checkpoints}))
+        with problems.at("checkpoints"):
+            made.append(CheckpointSaver(**{"folder": run.out / CHECKPOINTS, **run.checkpoints}))
+    problems.settle()
     return made
 
 
@@ -321,28 +336,15 @@ def resume_of(run: Run) -> Resume | None:
 
 
 def loggers_of(configuration: Configuration) -> list[Any]:
-    """The loggers that the configuration names."""
-    made, run = [], configuration.run
-    for name, arguments in run.loggers.items():
-        kind = named.find("logger", named.LOGGERS, name, configuration.folder)
-        made.append(kind(**named.placed(name, arguments, run.out)))
-        if name == "wandb" and process_group.world_and_rank()[1] == 0:  # the one that logs
-            check_wandb(arguments or {})
-    return made
-
-
-def batches(duration: Time | str | int | None, epoch: int | None) -> int:
-    """How many batches a duration has, with so many batches in an epoch; None for a stream.
+    """The loggers that the configuration names.
 
     Raises:
-        ParallelismValueError: its unit does not say.
+        ConfigurationError: some refuse their arguments, each with its line.
     """
-    time = Time.of(duration) if duration is not None else None
-    if time is not None and time.unit is TimeUnit.BATCH:
-        return int(time.value)
-    if time is not None and time.unit is TimeUnit.EPOCH and epoch is not None:
-        return int(time.value) * epoch
-    raise ParallelismValueError(
-        "The schedule of the learning rate needs the number of batches, which "
-        f"max_duration={duration!r} does not give. Use batches ('200ba') or epochs ('3ep')."
-    )
+    run, problems = configuration.run, Problems(configuration.document)
+    made = _by_name("loggers", named.LOGGERS, run.loggers, configuration, problems)
+    if "wandb" in run.loggers and process_group.world_and_rank()[1] == 0:  # the rank that logs
+        with problems.at("loggers", "wandb"):
+            check_wandb(run.loggers["wandb"] or {})
+    problems.settle()
+    return made

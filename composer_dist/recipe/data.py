@@ -23,7 +23,14 @@ from composer_dist.recipe.schema import (
     TextData,
 )
 from composer_dist.recipe.sources import rows, text
-from composer_dist.trainer import DistributedDataLoader, PadPreferences, PadRows, StreamingDataLoader
+from composer_dist.trainer import (
+    DistributedDataLoader,
+    PadPreferences,
+    PadRows,
+    StreamingDataLoader,
+    Time,
+    TimeUnit,
+)
 
 # Not public: for recipes and the Trainer.
 from composer_dist.trainer.data.loader import length_of, sample_count
@@ -102,6 +109,23 @@ def loader(dataset: Dataset[Any], configuration: Configuration, tokenizer: Any, 
 def epoch_of(run: Run, loader: Any) -> int | None:
     """The batches of an epoch; None for a stream."""
     return length_of(loader, run.trainer.get("train_subset_num_batches"))
+
+
+def batches(duration: Time | str | int | None, epoch: int | None) -> int:
+    """How many batches a duration has, with so many batches in an epoch; None for a stream.
+
+    Raises:
+        ParallelismValueError: its unit does not say.
+    """
+    time = Time.of(duration) if duration is not None else None
+    if time is not None and time.unit is TimeUnit.BATCH:
+        return int(time.value)
+    if time is not None and time.unit is TimeUnit.EPOCH and epoch is not None:
+        return int(time.value) * epoch
+    raise ParallelismValueError(
+        "The schedule of the learning rate needs the number of batches, which "
+        f"max_duration={duration!r} does not give. Use batches ('200ba') or epochs ('3ep')."
+    )
 
 
 def _parts(configuration: Configuration) -> int:

@@ -26,7 +26,6 @@ from composer_dist.errors import ParallelismError, ParallelismTypeError, Paralle
 from composer_dist.precision import Precision, as_precision, require_fp8
 from composer_dist.random_states import seed_all
 from composer_dist.recipe.build import (
-    batches,
     callbacks_of,
     check_monitored,
     check_steps,
@@ -38,7 +37,7 @@ from composer_dist.recipe.build import (
     scheduler_of,
     start_of,
 )
-from composer_dist.recipe.data import datasets, epoch_of, loader
+from composer_dist.recipe.data import batches, datasets, epoch_of, loader
 from composer_dist.recipe.first_look.places import check_places
 from composer_dist.recipe.models import build_model, tokenizer_of
 from composer_dist.recipe.named import OPTIMIZERS, find, resolve

@@ -17,8 +17,8 @@ from composer_dist.errors import ParallelismValueError
 from composer_dist.files.checked import CheckedFile, LocalSink
 from composer_dist.models import ComposerClassifier, HuggingFaceModel
 from composer_dist.progress import tell
-from composer_dist.recipe.build import Session, batches, build, data_and_model, optimizer_of
-from composer_dist.recipe.data import epoch_of
+from composer_dist.recipe.build import Session, build, data_and_model, optimizer_of
+from composer_dist.recipe.data import batches, epoch_of
 from composer_dist.recipe.output.folder import run_folder
 from composer_dist.recipe.problems import blamed_on
 from composer_dist.recipe.read import Configuration

@@ -406,6 +406,21 @@ def test_an_override_of_one_place_leaves_others_of_the_same_alias_alone(write: W
     assert run.checkpoints == {"monitor": "loss", "mode": "max", "interval": "2ba"}
 
 
+def test_what_callbacks_refuse_is_told_with_its_lines(write: Write) -> None:
+    text = GOOD + "callbacks:\n  ema: {half_life: 1dur}\n  generate: {prompts: []}\n"
+    file = write(text + "checkpoints: {mode: min}\n")
+    with pytest.raises(ConfigurationError) as caught:
+        callbacks_of(
+            read_configuration(file, ["phases={schedule: [{params: rest, until: 2ba}], no_decay: []}"])
+        )
+    assert [line.removeprefix(str(file)) for line in str(caught.value).splitlines()] == [
+        ":15: callbacks.ema: EMA's half_life must be positive, and not in 'dur': '1dur'",
+        ":16: callbacks.generate: Generate needs at least one prompt and a positive batch_size, not [] and "
+        "None",
+        ":17: checkpoints: mode and save_top_k need a monitor, such as 'loss/eval/total'",
+    ]
+
+
 def test_an_override_beside_a_name_keeps_the_name(write: Write) -> None:
     text = GOOD.replace("optimizer:\n  name: adamw\n  lr: 1e-3\n", "optimizer: sgd\nparallelism: ddp\n")
     overrides = [
