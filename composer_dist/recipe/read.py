@@ -12,7 +12,7 @@ from composer_dist.config.parallelism import resolve_config
 from composer_dist.config.yaml import KeyPath
 from composer_dist.recipe import named
 from composer_dist.recipe.first_look.configurations import check_configuration, imported_keys
-from composer_dist.recipe.first_look.look import read_sections
+from composer_dist.recipe.first_look.look import DATA_OF, read_sections
 from composer_dist.recipe.models import peft_class
 from composer_dist.recipe.problems import Problems
 from composer_dist.recipe.schema import Run
@@ -26,19 +26,6 @@ OURS = frozenset(
     | {"load_path", "autoresume", "save_folder", "save_interval"}
 )
 """The Trainer's arguments that have sections of their own."""
-_DATA_OF = {
-    "causal_lm": ("text", "chat", "preferences", "function"),
-    "masked_lm": ("text", "function"),
-    "seq2seq_lm": ("table", "function"),
-    "sequence_classification": ("labeled_text", "table", "function"),
-    "module": ("function",),
-}
-_METRICS_OF = {
-    "perplexity": ("causal_lm", "masked_lm", "seq2seq_lm"),
-    "token_accuracy": ("causal_lm", "masked_lm", "seq2seq_lm"),
-    "accuracy": ("sequence_classification",),
-}
-_DATA_KINDS = {kind for kinds in _DATA_OF.values() for kind in kinds}
 
 
 @dataclass(frozen=True)
@@ -94,7 +81,7 @@ def check_sections(values: dict[str, Any], folder: Path, problems: Problems) -> 
     if isinstance(model := values.get("model"), dict):
         _check_model(model, folder, problems)
     if isinstance(data := values.get("data"), dict):
-        _check_data(data, model, folder, problems)
+        _check_function(data, "data", folder, problems)
     if isinstance(trainer := values.get("trainer"), dict):
         problems.check(arguments_of(Trainer, OURS), trainer, "trainer")
     for section, known, given in (
@@ -167,7 +154,7 @@ def _parallelism(value: Any, problems: Problems) -> ParallelismConfig | None:
 
 def _check_model(model: dict[str, Any], folder: Path, problems: Problems) -> None:
     """What the model's section names, as far as that can be known without building it."""
-    if _DATA_OF.get(str(model.get("kind"))) in (None, _DATA_OF["module"]):
+    if DATA_OF.get(str(model.get("kind"))) in (None, DATA_OF["module"]):
         _check_function(model, "model", folder, problems)
     if isinstance(model.get("config"), dict):
         from transformers import CONFIG_MAPPING
@@ -175,28 +162,12 @@ def _check_model(model: dict[str, Any], folder: Path, problems: Problems) -> Non
         check_configuration(model["config"], CONFIG_MAPPING.keys(), imported_keys, problems)
     if isinstance(metrics := model.get("metrics"), dict):
         _check_each(("model", "metrics"), named.METRICS, metrics, folder, problems)
-        for name, kinds in _METRICS_OF.items():
-            if name in metrics and model.get("kind") not in kinds:
-                others = [other for other, of in _METRICS_OF.items() if model.get("kind") in of]
-                text = f"a model of kind {model.get('kind')} has no {name}"
-                text += f"; it has {' and '.join(others)}" if others else ""
-                problems.add(text, "model", "metrics", name)
     if isinstance(adapter := model.get("adapter"), dict):
         with problems.at("model", "adapter", "method"):
             arguments = {key: value for key, value in adapter.items() if key != "method"}
             given = frozenset({"task_type", "peft_type", "inference_mode"})
             target = peft_class(adapter.get("method", "lora"))
             problems.check(arguments_of(target, given), arguments, "model", "adapter")
-
-
-def _check_data(data: dict[str, Any], model: Any, folder: Path, problems: Problems) -> None:
-    _check_function(data, "data", folder, problems)
-    kinds = _DATA_OF.get(str(model.get("kind")) if isinstance(model, dict) else "", ())
-    if kinds and str(data.get("kind")) in _DATA_KINDS.difference(kinds):
-        text = f"a model of kind {model['kind']} needs data of kind {' or '.join(kinds)}"
-        problems.add(text, "data", "kind")
-    if data.get("kind") == "preferences" and isinstance(model, dict) and model.get("metrics"):
-        problems.add("for data of kind preferences the metric is the PreferenceAccuracy", "model", "metrics")
 
 
 def _check_function(values: dict[str, Any], section: str, folder: Path, problems: Problems) -> None:

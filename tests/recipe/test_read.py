@@ -392,7 +392,7 @@ def test_what_transformers_takes_beside_the_fields_of_a_config(write: Write) -> 
 @pytest.mark.parametrize("classes", ["{}", "{a: english}"])
 def test_labeled_texts_have_several_classes(write: Write, classes: str) -> None:
     typed = f"data={{kind: labeled_text, classes: {classes}}}"
-    (told,) = faults_at_once(write(GOOD), [typed])
+    (told,) = faults_at_once(write(GOOD), [typed, "model.kind=sequence_classification"])
     (kind,) = faults_at_once(write(GOOD), ["data.kind=txt"])
     assert kind.startswith("'data.kind=txt': data.kind: unknown kind 'txt'. Did you mean 'text'?")
     count = classes.count(":")
@@ -404,6 +404,16 @@ def test_an_override_of_one_place_leaves_others_of_the_same_alias_alone(write: W
     run = read_configuration(write(text), ["checkpoints.interval=2ba", "checkpoints.mode=max"]).run
     assert run.callbacks == {"early_stopping": {"monitor": "loss", "mode": "min"}}
     assert run.checkpoints == {"monitor": "loss", "mode": "max", "interval": "2ba"}
+
+
+def test_kinds_that_do_not_fit_are_told_at_once(write: Write) -> None:
+    file = write(GOOD)
+    (told,) = faults_at_once(file, ["model.kind=seq2seq_lm"])
+    assert told == f"{file}:7: data.kind: a model of kind seq2seq_lm needs data of kind table or function"
+    typed = "model.metrics={accuracy: null}"
+    said = "a model of kind causal_lm has no accuracy; it has perplexity and token_accuracy"
+    assert faults_at_once(file, [typed]) == [f"{typed!r}: model.metrics.accuracy: {said}"]
+    assert problems(file, typed) == faults_at_once(file, [typed])
 
 
 def test_what_callbacks_refuse_is_told_with_its_lines(write: Write) -> None:

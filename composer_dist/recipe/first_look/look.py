@@ -26,6 +26,21 @@ from composer_dist.recipe.sources.files import BUILT_IN, chat_template, files_of
 from composer_dist.trainer.arguments import CHECKS
 from composer_dist.wording import unknown_strategy
 
+DATA_OF = {
+    "causal_lm": ("text", "chat", "preferences", "function"),
+    "masked_lm": ("text", "function"),
+    "seq2seq_lm": ("table", "function"),
+    "sequence_classification": ("labeled_text", "table", "function"),
+    "module": ("function",),
+}
+"""The kinds of data of each kind of model."""
+_METRICS_OF = {
+    "perplexity": ("causal_lm", "masked_lm", "seq2seq_lm"),
+    "token_accuracy": ("causal_lm", "masked_lm", "seq2seq_lm"),
+    "accuracy": ("sequence_classification",),
+}
+_DATA_KINDS = {kind for kinds in DATA_OF.values() for kind in kinds}
+
 
 def read_sections(file: Path, assignments: Sequence[str]) -> tuple[Document, Problems, Run | None]:
     """A configuration with its overrides, and what is wrong with it, as far as that is known without torch.
@@ -59,6 +74,7 @@ def read_sections(file: Path, assignments: Sequence[str]) -> tuple[Document, Pro
 
 def check_outline(values: dict[str, Any], problems: Problems) -> None:
     """What the sections name, and the arguments of what is known by a short name."""
+    _check_kinds(values, problems)
     if isinstance(trainer := values.get("trainer"), dict):
         if trainer.get("max_duration") is None:
             text = "'max_duration' is missing: the length of the run, such as '3ep' or '1000ba'"
@@ -81,6 +97,27 @@ def check_outline(values: dict[str, Any], problems: Problems) -> None:
         for name in value if isinstance(value := values.get(section), dict) else ():
             with problems.at(section, name):
                 named.reference(section.removesuffix("s"), known, str(name))
+
+
+def _check_kinds(values: dict[str, Any], problems: Problems) -> None:
+    """Whether the model can have the data and the metrics."""
+    model, data = values.get("model"), values.get("data")
+    if not isinstance(model, dict):
+        return
+    kind, metrics = str(model.get("kind")), model.get("metrics")
+    for name, kinds in _METRICS_OF.items():
+        if isinstance(metrics, dict) and name in metrics and kind not in kinds:
+            others = [other for other, of in _METRICS_OF.items() if kind in of]
+            text = f"a model of kind {kind} has no {name}"
+            text += f"; it has {' and '.join(others)}" if others else ""
+            problems.add(text, "model", "metrics", name)
+    if not isinstance(data, dict):
+        return
+    fitting = DATA_OF.get(kind, ())
+    if fitting and str(data.get("kind")) in _DATA_KINDS.difference(fitting):
+        problems.add(f"a model of kind {kind} needs data of kind {' or '.join(fitting)}", "data", "kind")
+    if data.get("kind") == "preferences" and metrics:
+        problems.add("for data of kind preferences the metric is the PreferenceAccuracy", "model", "metrics")
 
 
 def _check_strategy(values: dict[str, Any], problems: Problems) -> None:
