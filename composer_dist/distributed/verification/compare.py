@@ -21,7 +21,7 @@ from composer_dist.distributed.prepared import named_parameters_canonical
 from composer_dist.distributed.training.average_gradients import groups_of
 from composer_dist.distributed.training.clipping import clip_grad_norm, local_gradient
 from composer_dist.distributed.verification.around import seeded
-from composer_dist.distributed.verification.result import Findings, measure
+from composer_dist.distributed.verification.result import Findings, measure, wide
 from composer_dist.distributed.verification.sequences import Sequences
 from composer_dist.structure.calling import Loss, call, loss_of, whole
 from composer_dist.structure.structure import read_structure
@@ -72,7 +72,7 @@ def trace(
             total = loss_of(model, outputs, batch, loss, lambda one: one.square().mean())
         total.backward()
     found.loss = whole(total).double().cpu()
-    found.outputs = [whole(one).detach() for one in tensors_in(outputs) if one.is_floating_point()]
+    found.outputs = [whole(one).detach() for one in tensors_in(outputs) if _has_fractions(one)]
     return found
 
 
@@ -88,9 +88,10 @@ def _watched(model: nn.Module, found: Observed) -> Iterator[None]:
             number = calls[name]
             calls[name] += 1
             for index, tensor in enumerate(tensors_in(output)):
-                if tensor.is_floating_point() and not isinstance(tensor, DTensor) and tensor.numel():
+                if _has_fractions(tensor) and not isinstance(tensor, DTensor) and tensor.numel():
                     found.modules[name, number, index] = _sampled(tensor)
-                    found.dtype = min(found.dtype, tensor.dtype, key=lambda one: -torch.finfo(one).eps)
+                    dtype = tensor.dtype.to_real()
+                    found.dtype = min(found.dtype, dtype, key=lambda one: -torch.finfo(one).eps)
 
         disabled: Callable[..., None] = torch.compiler.disable(hook)
         return disabled
@@ -102,6 +103,10 @@ def _watched(model: nn.Module, found: Observed) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _has_fractions(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 @torch.no_grad()
@@ -187,7 +192,7 @@ class Gradients:
             one = torch.zeros(parameter.shape, device=parameter.device) if given is None else given
             if name not in self._ignored:
                 one = averaged(one, self._mesh)
-                self._squares += float(one.double().square().sum())
+                self._squares += float(wide(one).abs().square().sum())
             mine = found.pop(name, None)
             mine = torch.zeros_like(one) if mine is None else mine
             least = rounding * norm * math.sqrt(one.numel() / max(self._count, 1))

@@ -163,12 +163,17 @@ def measure(found: Tensor, expected: Tensor, least: float = 0.0) -> tuple[float,
     """The largest absolute difference, and the norm of the difference relative to that of `expected`."""
     if not expected.numel():
         return 0.0, 0.0
-    wide = expected.detach().double()
-    difference = found.detach().to(wide.device).double() - wide
+    right = wide(expected)
+    difference = wide(found).to(right.device) - right
     absolute, norm = float(difference.abs().max()), float(difference.norm())
     if norm == 0:
         return absolute, 0.0
-    return absolute, norm / max(float(wide.norm()), least, torch.finfo(torch.float64).tiny)
+    return absolute, norm / max(float(right.norm()), least, torch.finfo(torch.float64).tiny)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In double precision, real or complex."""
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def joined(found: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> dict[str, Any]:

@@ -50,7 +50,8 @@ def check_step(
     names = names_by_id(structure)
     for optimizer in optimizers:
         held = [one for group in optimizer.param_groups for one in group["params"]]
-        trained = {names[id(one)]: one for one in held if one.requires_grad and id(one) in names}
+        some = [one for one in held if one.requires_grad and one.numel()]  # nothing moves what is empty
+        trained = {names[id(one)]: one for one in some if id(one) in names}
         memo: dict[int, Any] = {id(one): _copied(one) for one in held}
         try:
             step_of_copy(optimizer, memo)

@@ -148,7 +148,7 @@ def _check_values(structure: Structure, found: Findings) -> None:
         found.count("value")
         if tensor.is_meta:
             found.wrong("value", name, "is on the meta device, without memory")
-        elif tensor.is_floating_point():
+        elif tensor.is_floating_point() or tensor.is_complex():
             local = dense(local_part(tensor))
             if not bool(local.isfinite().all()):
                 kind = "nan" if bool(local.isnan().any()) else "infinity"

@@ -50,7 +50,8 @@ def _first_bad(state: State) -> str | None:
     groups = [named_tensors(state.batch), parameters, buffers, gradients]
     for what, tensors in zip(_KINDS, groups, strict=True):
         for name, tensor in tensors:
-            if tensor.is_floating_point() and not local_part(tensor).isfinite().all():
+            fractions = tensor.is_floating_point() or tensor.is_complex()
+            if fractions and not local_part(tensor).isfinite().all():
                 return f"{what} {name or 'tensor'!r}"
     return None
 

@@ -72,6 +72,39 @@ def test_a_changed_shard_is_named_beside_a_reference() -> None:
     assert found.first_module == "head"
 
 
+class Turning(nn.Module):
+    """With a complex weight, a complex output, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = nn.Linear(4, 4, bias=False, dtype=torch.complex64)
+        self.none = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        turned = self.turns(x.to(torch.complex64))
+        return turned, turned.imag + self.none.sum()
+
+
+@pytest.mark.parametrize("mesh", ["fsdp2", "ddp"])
+@on_ranks(2)
+def test_complex_numbers_are_compared_as_a_whole(mesh: str) -> None:
+    model, reference, optimizer = prepared(mesh, Turning)
+    x = torch.ones(4, 4)
+    found = verify_model(model, reference, x, optimizer=optimizer)
+    assert found.ok, str(found)
+    assert {one.what: one.count for one in found.checked}["output"] == 2
+    with torch.no_grad():
+        part = local_part(model.turns.weight).view(-1)
+        part[0] += 3j
+    found = verify_model(model, reference, x)
+    assert {("weight", "turns.weight", ()), ("output", "0", ()), ("output", "1", ())} <= {*rows(found)}
+    assert found.differences[0].absolute == pytest.approx(3)
+    assert found.first_module == "turns"
+    with torch.no_grad():
+        part[0] *= torch.nan
+    assert ("value", "turns.weight", ()) in rows(verify_model(model))
+
+
 @pytest.mark.parametrize("mesh", ["ddp", "tp", "cp"])
 @on_ranks(2)
 def test_one_bit_of_one_replica(mesh: str) -> None:

@@ -50,6 +50,15 @@ def test_an_overflowing_loss_has_no_bad_tensor_but_the_gradients() -> None:
     assert "is inf. Not finite: the gradient of 'module.0.weight' on rank 0." in message(trainer)
 
 
+def test_a_complex_parameter_is_looked_at() -> None:
+    model: Any = classifier()
+    model.turn = torch.nn.Parameter(torch.tensor([complex(1, torch.nan)]))
+    loss = model.loss
+    model.loss = lambda outputs, batch: loss(outputs, batch) * model.turn.imag.sum()
+    trainer, _ = quiet(model, train_dataloader=loader(), callbacks=NaNMonitor())
+    assert "is nan. Not finite: the parameter 'turn' on rank 0." in message(trainer)
+
+
 def spoilt(config: str, ranks: tuple[int, ...]) -> str:
     return message(on_parts([3, 3], config, callbacks=[Spoil("weight", 2, ranks), NaNMonitor()])[0])
 
