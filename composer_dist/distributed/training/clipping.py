@@ -110,8 +110,14 @@ def _parameters(model_or_parameters: Parameters, function: str) -> list[torch.Te
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of the gradient, sharing its memory; None where there is none."""
+    """This rank's part of the gradient, sharing its memory; None where there is none.
+
+    Of a sparse one, which becomes coalesced, the rows that it has.
+    """
     gradient = parameter.grad
+    if gradient is not None and gradient.is_sparse:
+        gradient = parameter.grad = gradient.coalesce()  # a row that is in it twice counts as their sum
+        return gradient.values()
     if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
         return gradient
     if gradient.placements != parameter.placements:  # a partial sum, after tensor parallelism

@@ -54,6 +54,23 @@ def test_norm_over_sharded_and_plain_gradients(
     assert all(torch.equal(norm, other) for other in norms)
 
 
+@on_ranks(2)
+def test_sparse_gradients() -> None:
+    """A row that is looked up twice counts once, as the sum."""
+    model, single = (nn.Embedding(6, 3, sparse=sparse) for sparse in (True, False))
+    single.load_state_dict(model.state_dict())
+    parallelize_model(model, "ddp")
+    x = torch.tensor([0, 0, 1, 1])
+    single(x).square().sum().backward()
+    model(x).square().sum().backward()
+    expected = nn.utils.clip_grad_norm_(single.parameters(), 0.5)
+    torch.testing.assert_close(clip_grad_norm(model, 0.5), expected)
+    torch.testing.assert_close(model.weight.grad.to_dense(), single.weight.grad)
+    clip_grad_value(model, 0.01)
+    nn.utils.clip_grad_value_(single.parameters(), 0.01)
+    torch.testing.assert_close(model.weight.grad.to_dense(), single.weight.grad)
+
+
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @on_ranks(4)
 def test_several_meshes_frozen_and_missing_gradients(norm_type: float) -> None:
