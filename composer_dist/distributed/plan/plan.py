@@ -70,7 +70,8 @@ class ParallelPlan(Decisions):
         or a broadcast. With a batch, units, gradients and calls are followed through a traced step; without
         one, each unit runs once, and `.uncounted` names the features whose collectives depend on it: tensor
         and context parallelism. Not counted: what goes through the store and shared memory (`check_order`,
-        agreements, hashes of weights), and what the optimizer and clipping send.
+        agreements, hashes of weights), what the optimizer and clipping send, and under FSDP2 buffers that a
+        forward changes, except those of batch norms.
 
         At start-up, rank 0's weights are sent in messages, or read from its memory where all ranks are on one
         host of the topology. From files, each rank reads its parts of the parameters, and what several ranks
