@@ -341,7 +341,7 @@ def idle_rules(wishes: Wishes, assignment: Assignment) -> list[str]:
         for name, (_, source) in wishes.ruled(key).items():
             idle.setdefault((source, key), []).append(name)
     texts = [
-        f"{source} sets {key}, but {', '.join(names[:4])} "
+        f"{source} sets {key}, but {', '.join(name or 'the root' for name in names[:4])} "
         f"{'is not a unit' if len(names) == 1 else 'are not units'}; add shard=True, or leave it out."
         for (source, key), names in idle.items()
         if units.isdisjoint(names)

@@ -30,6 +30,7 @@ from composer_dist.errors import (
 )
 from composer_dist.structure.structure import read_structure
 from tests.kit import models
+from tests.kit.compare import fails
 
 
 def _plan(model: nn.Module, world_size: int = 8, **options: Any) -> ParallelPlan:
@@ -170,6 +171,8 @@ def test_a_rule_without_effect_is_refused_or_warned_about() -> None:
         "leave it out.\nrule 'norm' sets offload, but norm is not a unit; add shard=True, or leave it out."
     )
     assert len(_plan(models.B(), rules=rules, strict=False).warnings) == 2
+    with fails(ParallelismValueError, "rule '' sets offload, but the root is not a unit; add shard=True"):
+        _plan(models.B(), rules=[Rule("layers.0", shard=True), Rule("", offload=True)])
     everywhere = Rule("re:layers.*", reshard_after_forward=False)
     assert _reshard(_plan(models.B(), rules=[everywhere]))["layers.0"] is False
 
