@@ -123,6 +123,22 @@ def conflicts_with_plan(trainer: Any, plan: ParallelPlan) -> Iterator[str]:
         yield "args.average_tokens_across_devices must be True with tp or cp."
     if args.eval_use_gather_object:
         yield "args.eval_use_gather_object would repeat rows with tp or cp; leave it out."
+    if plan.mesh["cp"] > 1:
+        yield from _conflicts_with_parts(trainer)
+
+
+def _conflicts_with_parts(trainer: Any) -> Iterator[str]:
+    """What computes something else from a part of each sequence, which is what a rank of cp has."""
+    if trainer.args.label_smoothing_factor:
+        yield "args.label_smoothing_factor would compare a part's logits with other labels; not with cp."
+    if trainer.compute_loss_func is not None:
+        yield "compute_loss_func would see a part of the logits and labels; use the model's own loss with cp."
+    if trainer.args.neftune_noise_alpha is not None:
+        yield "args.neftune_noise_alpha would add the noise of shorter sequences; not with cp."
+    losses = (cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
+    of_trl = [cls.__name__ for cls in losses if cls.__module__.startswith("trl.")]
+    if theirs := [name for name in of_trl if name != "SFTTrainer"]:
+        yield f"the loss of {theirs[0]} compares whole sequences, of which ranks of cp have parts; use cp=1."
 
 
 def newest_complete(folder: str | None) -> str | bool:

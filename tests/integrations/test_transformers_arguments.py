@@ -29,6 +29,11 @@ def refused(folder: str, **options: Any) -> str:
     return str(error.value)
 
 
+def unread(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
+    """A loss that is refused before it is called."""
+    raise AssertionError
+
+
 def refusals(folder: str) -> list[str]:
     given = {"bf16": True, "auto_find_batch_size": True, "torch_compile": True, "bf16_full_eval": True}
     found = [refused(folder, config="fsdp", trainer={"precision": "amp_bf16"}, **given)]
@@ -42,7 +47,11 @@ def refusals(folder: str) -> list[str]:
     trainer = made(folder, "fsdp", optim="adafactor")
     with pytest.raises(ParallelismValueError) as unable:
         trainer.train()
-    return [*found, str(error.value), str(other.value), str(unable.value)]
+    own = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}
+    trainer = made(folder, {"mesh": {"cp": 2}}, trainer={"compute_loss_func": unread}, **own)
+    with pytest.raises(ParallelismValueError) as parts:
+        trainer.train()
+    return [*found, *(str(one.value) for one in (error, other, unable, parts))]
 
 
 def test_what_two_would_do_is_refused_by_name_on_every_rank(world2: World, tmp_path: Path) -> None:
@@ -54,6 +63,8 @@ def test_what_two_would_do_is_refused_by_name_on_every_rank(world2: World, tmp_p
     assert "average_tokens_across_devices" in first[2]
     assert "batch_rebalance" in first[2]
     assert "Adafactor cannot step on sharded parameters" in first[3]
+    for name in ("label_smoothing_factor", "compute_loss_func", "neftune_noise_alpha"):
+        assert name in first[4]
 
 
 @pytest.mark.parametrize(

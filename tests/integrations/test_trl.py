@@ -252,6 +252,17 @@ def test_grpo_with_ranks_that_share_rows_is_refused(world2: World, tmp_path: Pat
     world2(with_tensor_parallelism, str(tmp_path), **RANKS)
 
 
+def with_context_parallelism(folder: str) -> None:
+    with pytest.raises(ParallelismValueError, match="DPOTrainer compares whole sequences"):
+        tuned(folder, {"mesh": {"cp": 2}}, "dpo", pad_to_multiple_of=4, gradient_checkpointing=False)
+
+
+def test_losses_of_whole_sequences_are_refused_with_context_parallelism(
+    world2: World, tmp_path: Path
+) -> None:
+    world2(with_context_parallelism, str(tmp_path), **RANKS)
+
+
 def referred(folder: str) -> bool:
     """Whether the reference model is sharded, and stays as it was."""
     torch.manual_seed(1)
