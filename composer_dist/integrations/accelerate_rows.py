@@ -58,7 +58,7 @@ def one_of_each(mesh: DeviceMesh, device: torch.device, gather: Callable[[Tensor
 
 def rows_that_count(
     inputs: Any, mesh: DeviceMesh, accelerator: Accelerator, batch_size: int
-) -> tuple[int, int, float]:
+) -> tuple[int, int, float | None]:
     """How many rows of a batch count in this rank's results, and how many it has.
 
     accelerate fills the last batches with copies of the first rows and drops their results when it gathers
@@ -69,8 +69,8 @@ def rows_that_count(
         batch_size: of the loader, for each rank unless accelerate splits it.
 
     Returns:
-        Both, and by what to multiply this rank's part of the mean over all ranks' tokens: the Trainer weighs
-        it by the rank's rows that count, as if it were a mean over these. 0 if none count.
+        Both, and the weight of a mean over this rank's rows that count in the mean over all ranks: None on
+        all of them where no rows are copies.
     """
     state, rows = accelerator.gradient_state, find_batch_size(inputs) or 0
     lengths = {len(one) for _, one in named_tensors(inputs) if one.dim()}
@@ -80,9 +80,9 @@ def rows_that_count(
     # rank 0 adds fewer rows than there are replicas, where it distributes the batches
     alike = lengths == {rows} and (rows == filled or rows * replicas - state.remainder < replicas)
     if replicas == 1 or not (alike and state.end_of_dataloader and state.remainder > 0):
-        return rows, rows, 1.0
+        return rows, rows, None
     counting = min(max(state.remainder - place["rank"] * rows, 0), rows)
-    return counting, rows, state.remainder / (replicas * counting) if counting else 0.0
+    return counting, rows, replicas * counting / state.remainder
 
 
 def with_rows(values: Any, before: int, after: int) -> Any:

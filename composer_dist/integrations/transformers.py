@@ -270,11 +270,14 @@ class ComposerDistMixin(ChunkedLossMixin):
         mesh, size = self.parallelize().mesh, self.args.eval_batch_size
         counting, rows, weight = rows_that_count(inputs, mesh, self.accelerator, size)
         part = with_rows(inputs, rows, counting or rows)
-        if self._by_token(prediction_loss_only) and not weight and "labels" in part:
+        if self._by_token(prediction_loss_only) and not counting and "labels" in part:
             part = {**part, "labels": torch.full_like(part["labels"], -100)}
         loss, *results = super().prediction_step(model, part, prediction_loss_only, ignore_keys)
-        if self._by_token(prediction_loss_only) and loss is not None:  # the first loss may have told
-            loss = loss * weight
+        if loss is not None and weight is not None:
+            # The Trainer copies each rank's loss as if its batch were full, so all have the mean.
+            if not self._by_token(prediction_loss_only):  # the first loss may have told
+                loss = loss * weight if counting else torch.zeros_like(loss)
+            loss = self.accelerator.reduce(loss, "mean")
         return loss, *(with_rows(one, counting, rows) for one in results)
 
     def _by_token(self, only_loss: bool) -> bool:

@@ -361,6 +361,24 @@ def test_evaluates_and_predicts_each_row_once(
         assert (its_labels == labels).all()
 
 
+def evaluated_stream(folder: str, config: Any = None) -> list[float]:
+    """Losses of streams, by tokens and by rows, whose last batch has no full share for any rank."""
+    from datasets import Dataset
+
+    data = Dataset.from_list(rows(21, seed=2))
+    labeled = Dataset.from_list([{**row, "labels": n % 3} for n, row in enumerate(rows(21))])
+    return [
+        made(folder, config, model, {"eval_dataset": one.to_iterable_dataset()}).evaluate()["eval_loss"]
+        for model, one in ((llama, data), (classifier, labeled))
+    ]
+
+
+def test_evaluates_each_row_of_a_stream_once(world1: World, world2: World, tmp_path: Path) -> None:
+    [expected] = world1(evaluated_stream, str(tmp_path), **ONE)
+    for found in world2(evaluated_stream, str(tmp_path), "fsdp", **RANKS):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def with_best(folder: str, config: Any = None) -> tuple[Ran, list[str], list[str], list[float]]:
     """A run that keeps the best of its checkpoints; what is left, and what callbacks were told."""
     from datasets import Dataset
