@@ -82,7 +82,7 @@ class FileLogger(WritingLogger):
 
     def _write_metrics(self, entries: Sequence[tuple[Timestamp, Mapping[str, float]]]) -> None:
         self._write([{**_time(time), **values} for time, values in entries])
-        self._last = entries[-1][0].batch
+        self._last = max(self._last, entries[-1][0].batch)
 
     def _write_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
         """Writes them, unless an earlier process has written the same."""

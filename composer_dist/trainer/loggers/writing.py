@@ -70,9 +70,11 @@ class WritingLogger(LoggerDestination):
         self._every.start(state)
         if self._writes:
             self._attempt(lambda: self._rewind(state.timestamp))
+        self._flush()
 
     def eval_start(self, state: State, logger: Logger) -> None:
         self._begin(state)
+        self._flush()
 
     predict_start = eval_start
 
@@ -116,7 +118,6 @@ class WritingLogger(LoggerDestination):
                 error = caught
         self._id = Agreement().reach(step, self._id, lambda found: found[0], error=error)
         self._is_open, self._writes = True, state.rank == 0
-        self._flush()
 
     def _flush(self) -> None:
         if not self._writes:

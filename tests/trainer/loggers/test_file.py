@@ -105,6 +105,30 @@ def test_a_resumed_run_continues_without_lines_missing_or_twice(tmp_path: Path) 
     assert [one.name for one in tmp_path.iterdir()] == ["cut.jsonl"]
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_what_is_logged_before_a_resumed_fit_takes_nothing_from_its_order(
+    tmp_path: Path, evaluates: bool
+) -> None:
+    path = tmp_path / "cut.jsonl"
+    first, _ = trainer_of(path)
+    first.fit(duration="5ba")
+    saved = copy.deepcopy(first.state_dict())
+    first.fit(duration="2ba")
+    first.close()
+    if not evaluates:
+        path.write_text(path.read_text() + '{"batch": 8, "loss/tr')
+
+    second, _ = trainer_of(path, eval_dataloader=loader(4))
+    second.load_state_dict(saved)
+    if evaluates:
+        second.eval()
+    second.logger.log_metrics({"early": 1.0})
+    second.fit()
+    assert logged(path) == [*range(1, 10)]
+    assert [line["batch"] for line in lines(path) if "early" in line] == [5]
+    assert [one.name for one in tmp_path.iterdir()] == ["cut.jsonl"]
+
+
 STRANGE = [
     b'{"batch": "x"}', b'{"batch": null}', b'{"batch": NaN}', b"[3]", b"not JSON", b"\xff\0", b"[" * 100_000,
 ]  # fmt: skip
