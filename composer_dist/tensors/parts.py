@@ -186,4 +186,6 @@ def contiguous_strides(shape: Dims) -> Dims:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A flat, contiguous tensor's bytes."""
+    if tensor.numel() == 1:  # one of a single element is contiguous with any stride
+        tensor = tensor.as_strided((1,), (1,))
     return tensor.view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from composer_dist.distributed.ranks.process_group import device_for_facts, device_of_group
 from composer_dist.distributed.ranks.reports import lost_named
+from composer_dist.tensors.parts import as_bytes
 
 _DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
 _DIMENSIONS = 64
@@ -35,7 +36,7 @@ def gather_uneven(
     sizes = [dtype.itemsize * prod(shape) if flag else 0 for flag, dtype, shape in kinds]
     sent = torch.zeros(max(sizes), dtype=torch.uint8, device=device_of_group(group))
     if present:
-        own = tensor.detach().reshape(-1).view(torch.uint8)
+        own = as_bytes(tensor.detach().reshape(-1))
         sent[: len(own)] = own
     return [
         part[:size].view(dtype).view(shape).to(tensor.device)

@@ -147,5 +147,6 @@ def test_the_fingerprint_sees_every_byte_the_shape_and_no_layout() -> None:
         assert fingerprint(torch.cat([value[1:], value[:1]])) != reference
     assert fingerprint(torch.tensor(float("nan"))) == fingerprint(torch.tensor(float("nan")))
     assert fingerprint(torch.zeros(0, 2)) != fingerprint(torch.zeros(2, 0))
+    assert fingerprint(torch.ones(1, 3)[:, 1]) == fingerprint(torch.ones(1))
     big = torch.ones(2048, 1024).t()
     assert profiled(lambda: fingerprint(big)) <= 4 * MIB
