@@ -116,7 +116,7 @@ As in a `WeakValueDictionary`, whose `get` takes longer.
 
 
 _waiting: set[int] = set()
-"""The identities of FSDP2's records of units that may keep whole gradients."""
+"""The identities of FSDP2's records of units that may keep whole gradients; reads of others are quick."""
 _passed: list[Any] = []
 """The records of units that backward has passed since none ran."""
 
