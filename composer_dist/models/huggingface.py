@@ -50,6 +50,7 @@ class HuggingFaceModel(ComposerModel):
             where the model's head is linear and neither a metric nor a subclass's `loss` reads them.
 
     Raises:
+        ParallelismTypeError: `model` is the name of a model, for example.
         ParallelismValueError: the tokenizer has more tokens than the model; the adapter's configuration names
             modules that the model does not have.
         CheckpointValueError: only adapters are to be saved, and one has no tensors.
@@ -69,6 +70,11 @@ class HuggingFaceModel(ComposerModel):
         chunked_loss: bool | int = True,
     ) -> None:
         super().__init__()
+        if not isinstance(model, nn.Module):
+            raise ParallelismTypeError(
+                f"HuggingFaceModel takes a model, not {model!r}: load one by "
+                "AutoModelForCausalLM.from_pretrained(name), for example."
+            )
         if tokenizer is not None:
             _fit_vocabulary(model, len(tokenizer), allow_embedding_resizing)
         if peft_config is not None:

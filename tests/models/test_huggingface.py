@@ -54,6 +54,12 @@ def test_forward_and_loss_are_the_models_own() -> None:
     assert given == before, "the batch is not changed"
 
 
+def test_the_name_of_a_model_is_no_model() -> None:
+    name: Any = "gpt2"
+    with pytest.raises(ParallelismTypeError, match="not 'gpt2': load one by AutoModelForCausalLM"):
+        HuggingFaceModel(name)
+
+
 def test_training_makes_no_cache_of_keys_and_values() -> None:
     model = HuggingFaceModel(hf.pretrained_llama(), chunked_loss=False)
     caches = {training: model.train(training)(batch()).past_key_values for training in (True, False)}

@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from torch.utils.data import Dataset, IterableDataset
+
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.ranks import process_group
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer.data.loader import DistributedDataLoader, is_split
 from composer_dist.trainer.data.streaming import StreamingDataLoader
 
@@ -55,7 +57,16 @@ def check_sampler(dataloader: Iterable[Any], expected: Mapping[str, int], purpos
 
 
 def placed(dataloader: Iterable[Any], part: Mapping[str, int]) -> Iterable[Any]:
-    """The dataloader, placed on this rank if it is one of ours."""
+    """The dataloader, placed on this rank if it is one of ours.
+
+    Raises:
+        ParallelismTypeError: it is a data set, whose samples would be taken for batches.
+    """
+    if isinstance(dataloader, Dataset) and not isinstance(dataloader, IterableDataset):
+        raise ParallelismTypeError(
+            f"A dataloader gives batches, but {type(dataloader).__name__} is a data set, which gives "
+            "samples. Pass DistributedDataLoader(dataset, global_batch_size=...), or a DataLoader of torch."
+        )
     if isinstance(dataloader, DistributedDataLoader | StreamingDataLoader):
         return dataloader.placed(**part)
     return dataloader

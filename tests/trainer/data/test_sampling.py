@@ -6,9 +6,9 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from composer_dist.distributed.mesh.mesh import sampler_kwargs
-from composer_dist.errors import ParallelismValueError
+from composer_dist.errors import ParallelismTypeError, ParallelismValueError
 from composer_dist.trainer import PackedStream, StreamingDataLoader
-from composer_dist.trainer.data.sampling import check_sampler, set_epoch
+from composer_dist.trainer.data.sampling import check_sampler, placed, set_epoch
 from tests.kit.training import fitted, loader, points, quiet
 from tests.kit.world import World
 
@@ -48,6 +48,13 @@ def test_a_whole_stream_is_refused_where_data_differs() -> None:
             check_sampler(DataLoader(one, 2), SECOND)
         check_sampler(StreamingDataLoader(one, 2).placed(2, 1), SECOND)
     check_sampler(DataLoader(datasets.distributed.split_dataset_by_node(stream, 1, 2), 2), SECOND)
+
+
+def test_a_data_set_is_no_dataloader() -> None:
+    for give in (lambda one: fitted(train_dataloader=one), lambda one: fitted()[0].eval(one)):
+        with pytest.raises(ParallelismTypeError, match=r"TensorDataset is a data set, .* Pass Distributed"):
+            give(points())
+    assert placed([1, 2], ALONE) == [1, 2]
 
 
 def test_the_epoch_reaches_the_sampler() -> None:
