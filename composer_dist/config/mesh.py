@@ -22,7 +22,7 @@ class MeshConfig(FromDict):
     """
 
     dp_replicate: int = 1
-    """Replicas of the sharded model (data parallel across groups; HSDP when dp_shard > 1)."""
+    """Replicas of the sharded model (data parallel across groups, HSDP when dp_shard > 1)."""
     dp_shard: int = -1
     """Ranks over which every parameter is sharded (fully sharded data parallel)."""
     cp: int = 1

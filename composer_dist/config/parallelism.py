@@ -43,9 +43,9 @@ class ParallelismConfig(FromDict):
     containers: Literal["expand", "skip"] = "expand"
     """A rule that selects a ModuleList or ModuleDict selects its children instead, or nothing."""
     activation_checkpointing: ActivationCheckpointing = None
-    """"composable" (recompute all; renames nothing; also True), "selective" (recompute what is cheap),
-    "wrapped", "offload", "memory_budget", or (mode, options): "every" (n), "save" (operations), "offload",
-    ...; see docs/parallelism.md."""
+    """"composable" (recompute all, rename nothing, also True), "selective" (recompute what is cheap),
+    "wrapped", "offload", "memory_budget", or one of these with options, as in ("composable", {"every": 2});
+    see docs/parallelism.md."""
     sync: Sync = "auto"
     """Whose weights count: "auto" delivers rank 0's where other ranks are on meta and otherwise
     verifies that all are equal; "rank0" always takes rank 0's; "verify" only compares."""

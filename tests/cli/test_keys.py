@@ -39,6 +39,8 @@ def test_every_key_has_a_type_and_a_default() -> None:
     assert duration.text.startswith("where `fit` ends")
     assert found["data (kind: text)"]["context"].text == "Tokens in a sample."
     assert found["callbacks.early_stopping"]["monitor"].default == "required"
+    texts = [entry.text for entries in sections().values() for entry in entries]
+    assert [text for text in texts if text.count("(") != text.count(")")] == []
     silent = [key for key, entry in (found["trainer"] | found["checkpoints"]).items() if not entry.text]
     assert silent == []
 
