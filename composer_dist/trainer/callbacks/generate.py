@@ -14,6 +14,7 @@ from composer_dist.trainer.callbacks.base import Periodic
 from composer_dist.trainer.clock import Time
 from composer_dist.trainer.logger import Logger
 from composer_dist.trainer.state import State
+from composer_dist.wording import near_miss
 
 
 class Generate(Periodic):
@@ -69,8 +70,9 @@ class Generate(Periodic):
             raise ParallelismValueError(f"Generate: {error}") from error
         model: Any = state.model
         takes = signature(model.model.generate).parameters | signature(model.model.forward).parameters
-        if unknown := unused.keys() - takes:
-            raise ParallelismValueError(f"Generate: generate has no {', '.join(sorted(unknown))}.")
+        if unknown := sorted(unused.keys() - takes):
+            near = near_miss(unknown[0], [*config.to_dict(), *takes])
+            raise ParallelismValueError(f"Generate: generate has no {', '.join(unknown)}.{near}")
         self._check_length(model)
 
     def _check_length(self, model: Any) -> None:

@@ -102,6 +102,12 @@ def test_a_model_that_cannot_is_refused_on_every_rank(world2: World) -> None:
     world2(refused)
 
 
+def test_a_misspelled_option_is_told_the_closest() -> None:
+    generate = Generate("a b c", max_new_tokns=4)
+    with pytest.raises(ParallelismValueError, match=r"has no max_new_tokns\. Did you mean 'max_new_tokens'"):
+        fitted(model(pretrained_gpt2), train_dataloader=data(), callbacks=generate)
+
+
 def test_there_must_be_prompts() -> None:
     for prompts, size in (([], None), (["a"], 0)):
         with pytest.raises(ParallelismValueError, match="at least one prompt"):
