@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from composer_dist.distributed import sampler_kwargs
 from composer_dist.errors import ParallelismValueError
+from composer_dist.structure.calling import whole
 from composer_dist.tensors.nested import named_tensors
 
 
@@ -86,9 +87,10 @@ def rows_that_count(
 
 
 def with_rows(values: Any, before: int, after: int) -> Any:
-    """Nested tensors of `before` rows with `after` rows: the first ones, and copies of the first one."""
+    """Nested whole tensors of `before` rows with `after` rows: the first, and copies of the first one."""
 
     def resize(tensor: Tensor) -> Tensor:
+        tensor = whole(tensor)  # logits are cut under `loss_parallel`
         if before == after or not tensor.dim() or len(tensor) != before:
             return tensor
         return tensor[torch.arange(after, device=tensor.device) % before]

@@ -349,13 +349,14 @@ def evaluated(folder: str, config: Any = None) -> tuple[dict[str, float], Any, A
     return named, predicted.predictions, predicted.label_ids
 
 
-@pytest.mark.parametrize("mode", [slow(one) if one == "ddp" else one for one in MODES])
+@pytest.mark.parametrize("mode", [slow(one) if one == "ddp" else one for one in [*MODES, "loss_parallel"]])
 def test_evaluates_and_predicts_each_row_once(
     world1: World, world2: World, tmp_path: Path, mode: str
 ) -> None:
     [(metrics, logits, labels)] = world1(evaluated, str(tmp_path), **ONE)
     assert logits.shape == (19, 12, 50)
-    for found, its_logits, its_labels in world2(evaluated, str(tmp_path), MODES[mode], **RANKS):
+    modes = MODES | {"loss_parallel": TP | {"tp": {"loss_parallel": True}}}
+    for found, its_logits, its_labels in world2(evaluated, str(tmp_path), modes[mode], **RANKS):
         assert found == pytest.approx(metrics, rel=1e-5)
         assert its_logits == pytest.approx(logits, abs=1e-5)
         assert (its_labels == labels).all()
