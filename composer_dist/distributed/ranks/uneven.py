@@ -36,7 +36,7 @@ def gather_uneven(
     sizes = [dtype.itemsize * prod(shape) if flag else 0 for flag, dtype, shape in kinds]
     sent = torch.zeros(max(sizes), dtype=torch.uint8, device=device_of_group(group))
     if present:
-        own = as_bytes(tensor.detach().reshape(-1))
+        own = as_bytes(tensor.detach().contiguous().view(-1))
         sent[: len(own)] = own
     return [
         part[:size].view(dtype).view(shape).to(tensor.device)
