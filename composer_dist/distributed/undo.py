@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from composer_dist import _torch
 from composer_dist.distributed.before_steps import end_checks
+from composer_dist.distributed.former import prepared_models
 from composer_dist.distributed.moving.gather import gather, gather_each
 from composer_dist.distributed.optimizers.check import forgotten_optimizers
 from composer_dist.distributed.optimizers.follow import is_low_bit, low_bit_state, names_by_id
@@ -192,8 +193,11 @@ def _make_whole(model: nn.Module, structure: Structure, optimizers: Sequence[Opt
                     encode_into(state[key], gather(as_floats(value)))
                 else:
                     state[key] = map_tensors(lambda _, one: _whole(one), value)
-    end_checks(model)
-    watch_steps(model, {name: part for name, part in old.items() if isinstance(part, nn.Parameter)})
+    replaced = {name: part for name, part in old.items() if isinstance(part, nn.Parameter)}
+    inside = set(model.modules())
+    for each in [*(inner for inner in prepared_models() if inner in inside and inner is not model), model]:
+        end_checks(each)
+        watch_steps(each, replaced if each is model else {})
 
 
 def _whole(tensor: Tensor) -> Tensor:

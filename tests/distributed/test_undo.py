@@ -99,6 +99,28 @@ def test_a_model_is_plain_again_and_its_training_goes_on(mode: str) -> None:
     undone(Decoder, MODES[mode])
 
 
+@pytest.mark.promise(114)
+@on_ranks(2)
+def test_models_inside_of_another_module_are_undone_with_it() -> None:
+    """And optimizers step afterwards."""
+    model, reference = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))) for _ in range(2))
+    reference.load_state_dict(state := {name: torch.ones_like(p) for name, p in model.named_parameters()})
+    model.load_state_dict(state)
+    for inner, wishes in zip(model, ("fsdp", config(replicas=2)), strict=True):
+        parallelize_model(inner, wishes)
+    optimizer, other = adam(model), adam(reference)
+    for number in range(3):
+        if number == 1:
+            unparallelize_model(model, optimizer)
+        if number == 2:
+            parallelize_model(model, "ddp", optimizer)
+        for each, own in ((model, optimizer), (reference, other)):
+            each(torch.eye(4)).square().mean().backward()
+            own.step()
+            own.zero_grad()
+    close(values(model), values(reference), 1e-5, 1e-6)
+
+
 FOUR: dict[str, ParallelismConfig] = {
     "hsdp": config(replicas=2, activation_checkpointing="wrapped"),
     "fsdp x tp": mesh(dp_shard=2, tp=2),
