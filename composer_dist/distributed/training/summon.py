@@ -54,7 +54,8 @@ def summon_full_params(
         with_grads: full gradients too, written back like the parameters.
 
     Raises:
-        ParallelismValueError: a parameter has another shape afterwards.
+        ParallelismValueError: a parameter has another shape afterwards, or, with `writeback`, a gradient
+            that it did not have, or has been frozen or unfrozen.
         ParallelismRuntimeError: a unit's forward inside, a parameter removed, or a rank does not call it.
     """
     check_usable(model)
@@ -176,4 +177,14 @@ def _held(one: _Summoned, with_grads: bool) -> Tensor:
                 f"{what}{one.name} has shape {None if tensor is None else tuple(tensor.shape)} at the "
                 f"end of summon_full_params, {tuple(one.shard.shape)} before; change values only."
             )
+    lost = ""
+    if now.grad is not None and len(wanted) == 1:
+        lost = f"{one.name} got a gradient"
+    elif now is one.full and now.requires_grad != one.shard.requires_grad:
+        lost = f"requires_grad of {one.name} was changed"
+    if lost:
+        raise ParallelismValueError(
+            f"{lost} inside of summon_full_params, where it would be lost; do that outside. To read only, "
+            "pass writeback=False."
+        )
     return encoded(now, one.shard)

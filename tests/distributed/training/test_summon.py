@@ -153,7 +153,12 @@ def test_after_an_eval_forward(reshard_after_forward: bool) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "rank0_only", "text"),
-    [("forward", False, "forward of FSDPStateful"), ("shape", True, "layers.0.up.weight")],
+    [
+        ("forward", False, "forward of FSDPStateful"),
+        ("shape", True, "layers.0.up.weight"),
+        ("gradient", False, "layers.0.up.weight got a gradient inside of summon_full_params, where it would"),
+        ("freeze", False, "requires_grad of layers.0.up.weight was changed inside of summon_full_params"),
+    ],
 )
 @on_ranks(2)
 def test_a_change_that_cannot_be_kept_is_refused_on_every_rank(
@@ -168,6 +173,10 @@ def test_a_change_that_cannot_be_kept_is_refused_on_every_rank(
     ):
         if kind == "forward":
             model(six_tokens())
+        elif kind == "gradient":
+            model.layers[0].up.weight.grad = torch.ones_like(model.layers[0].up.weight)
+        elif kind == "freeze":
+            model.layers[0].up.weight.requires_grad_(False)
         elif dist.get_rank() == 0:
             model.layers[0].up.weight = torch.nn.Parameter(torch.ones(2, 2))
     equal(state(model), before)
