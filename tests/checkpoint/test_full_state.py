@@ -13,8 +13,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from composer_dist._torch import checkpoint_wrapper
-from composer_dist.checkpoint import full_model_state, load_full_model_state
+from composer_dist.checkpoint import (
+    full_model_state,
+    full_optimizer_state,
+    load_full_model_state,
+    load_full_optimizer_state,
+)
 from composer_dist.checkpoint import full_state as state_module
+from composer_dist.config.mesh import MeshConfig
+from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.replicate import DDPConfig
 from composer_dist.distributed import parallelize_model
 from composer_dist.errors import (
@@ -23,6 +30,7 @@ from composer_dist.errors import (
     ParallelismRuntimeError,
     ParallelismValueError,
 )
+from composer_dist.tensors.inner import local_part
 from tests.kit.compare import close, equal, fails_alike, tensors_of
 from tests.kit.grids import crossed
 from tests.kit.huggingface import gpt2
@@ -48,6 +56,28 @@ def prepared(model: nn.Module, mesh: str) -> nn.Module:
 def test_rank_0_or_all_ranks_get_the_plain_state_dict(mesh: str, ranks: Any) -> None:
     state = full_model_state(prepared(stateful(), mesh), ranks=ranks)
     equal(state, stateful().state_dict() if ranks == "all" or dist.get_rank() == 0 else {})
+
+
+@pytest.mark.parametrize("source", ["rank0", "all"])
+@on_ranks(2)
+def test_models_for_different_meshes_in_one_module(source: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 6))
+    parallelize_model(model[0], "fsdp")
+    parallelize_model(model[1], ParallelismConfig(mesh=MeshConfig(dp_replicate=2, dp_shard=1)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    wanted = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
+    load_full_model_state(model, wanted, source=source)
+    equal(full_model_state(model, ranks="all"), wanted)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = full_optimizer_state(model, optimizer)
+    before = [local_part(one["exp_avg"]).clone() for one in optimizer.state.values()]
+    for one in optimizer.state.values():
+        one["exp_avg"].zero_()
+    load_full_optimizer_state(model, optimizer, state)
+    assert len(before) == 4
+    for one, value in zip(optimizer.state.values(), before, strict=True):
+        assert torch.equal(local_part(one["exp_avg"]), value)
 
 
 @pytest.mark.promise(42)

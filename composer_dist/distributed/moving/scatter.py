@@ -126,7 +126,7 @@ def fill(
         mesh = None
     source = full if everywhere or rank == 0 else {}
     alone = everywhere or world == 1
-    usual = {n: t for n, t in targets.items() if (mesh or alone) and Layout.known(t) is not None}
+    usual = {n: t for n, t in targets.items() if (mesh or alone) and _is_cut_over(mesh, t)}
 
     def copied_bytes(name: str) -> int:  # by encoding a tensor
         now = targets[name]
@@ -147,13 +147,26 @@ def fill(
             for _, landing in freights:
                 landing.settle()
 
-    def write_others() -> None:  # cut by the user in other ways
+    def write_others() -> None:  # cut by the user in other ways, or over another mesh
         for name in (name for name in targets if name not in usual):
             value = encoded(source[name], targets[name]) if name in source else None
             write_full(targets[name], value, not alone)
 
     if len(usual) < len(targets):
         agreement.collectively("the delivery", write_others)
+
+
+def _is_cut_over(mesh: Mesh | None, tensor: Tensor) -> bool:
+    """Whether it is cut as this library does, over as many ranks as `mesh` has; the same on all ranks.
+
+    A module may contain models that were prepared for different meshes.
+    """
+    layout = Layout.known(tensor)
+    if layout is None or not isinstance(tensor, DTensor) or mesh is None:
+        return layout is not None
+    _, shards, tps = mesh.table.shape
+    _, own_shards, own_tps = Mesh.of(tensor).table.shape
+    return (not layout.rows or shards == own_shards) and (layout.tp_dim is None or tps == own_tps)
 
 
 def _freights(
