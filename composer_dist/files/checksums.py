@@ -13,7 +13,7 @@ from composer_dist.errors import CheckpointValueError
 from composer_dist.files.checkpoint_format import METADATA, StoredFile
 from composer_dist.files.index import Entry
 from composer_dist.files.read import Files
-from composer_dist.files.slabs import MIB, THREADS, in_threads
+from composer_dist.files.slabs import MIB, THREADS, in_threads, lent
 
 _PIECE = MIB
 """Bytes that a thread reads at one time."""
@@ -70,14 +70,11 @@ def verify(
         number, block = place
         file, checksum = stored[number], 0
         first, last = block * file.block, min((block + 1) * file.block, file.nbytes)
-        buffer = buffers.get()
-        try:
+        with lent(buffers) as buffer:
             for at in range(first, last, _PIECE):
                 size = min(_PIECE, last - at)
                 files.read(number, at, [(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), size)])
                 checksum = zlib.crc32(memoryview(buffer)[:size], checksum)
-        finally:
-            buffers.put(buffer)
         if checksum != file.checksums[block]:
             raise CheckpointValueError(
                 f"{files.paths[number]} is corrupt (checksum mismatch in bytes {first}-{last}). Load an "

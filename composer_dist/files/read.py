@@ -27,6 +27,7 @@ from composer_dist.files.slabs import (
     THREADS,
     Buffers,
     Slab,
+    lent,
     move_in_threads,
     plan_reads,
 )
@@ -183,10 +184,8 @@ def read_slabs(
         if isinstance(piece, _Batch):
             files.read(piece.file, piece.offset, piece.memory, fresh=True)
             return piece.nbytes
-        buffer = buffers.get()
-        total = _read_staged(piece, files, buffer)
-        buffers.put(buffer)
-        return total
+        with lent(buffers) as buffer:
+            return _read_staged(piece, files, buffer)
 
     if stage is not None:
         stage.expect(sum(slab.nbytes for slab in slabs))

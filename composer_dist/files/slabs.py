@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from queue import SimpleQueue
@@ -155,6 +156,7 @@ class _Sized(Protocol):
 Piece = TypeVar("Piece", bound=_Sized)
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+Buffer = TypeVar("Buffer")
 Buffers = SimpleQueue[torch.Tensor]
 
 
@@ -189,6 +191,16 @@ def move_in_threads(
         return total
 
     return sum(in_threads(work, _batches(pieces), purpose, threads))
+
+
+@contextmanager
+def lent(buffers: SimpleQueue[Buffer]) -> Iterator[Buffer]:
+    """One of the buffers. It returns after an error too; other tasks that have begun would wait forever."""
+    buffer = buffers.get()
+    try:
+        yield buffer
+    finally:
+        buffers.put(buffer)
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

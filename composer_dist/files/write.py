@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from composer_dist.errors import CheckpointRuntimeError
-from composer_dist.files.slabs import BATCH_BYTES, STAGE_BYTES, Buffers, Slab, move_in_threads
+from composer_dist.files.slabs import BATCH_BYTES, STAGE_BYTES, Buffers, Slab, lent, move_in_threads
 from composer_dist.progress import Stage
 
 
@@ -95,11 +95,8 @@ def write_slabs(slabs: Sequence[Slab], target: NewFiles, stage: Stage) -> int:
                 address = piece.target.data_ptr() + start * piece.dtype.itemsize
                 target.write(piece.file, offset, address, piece.run)
         else:
-            buffer = buffers.get()
-            try:
+            with lent(buffers) as buffer:
                 _write_staged(piece, target, buffer)
-            finally:
-                buffers.put(buffer)
         return piece.nbytes
 
     limits = ((slab, BATCH_BYTES if _is_direct(slab) else STAGE_BYTES) for slab in slabs)

@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -141,6 +142,21 @@ def test_files_that_are_not_what_they_were_are_refused(tmp_path: Path) -> None:
     os.unlink(tmp_path / "all.safetensors")
     with pytest.raises(CheckpointRuntimeError, match=r"Cannot read .*all.safetensors: No such file"):
         Files(tmp_path, index.files)
+
+
+def test_a_cast_of_a_file_that_ends_too_early_is_an_error_in_every_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = write(tmp_path / "all.safetensors", a=torch.randn(64))
+    buffers = SimpleQueue[torch.Tensor]()
+    monkeypatch.setattr(slab_work, "SimpleQueue", lambda: buffers)
+    blueprint, part = Blueprint.stored("a", (64,), torch.float32), Layout((64,)).part(Coordinate())
+    slabs = list(plan_reads(blueprint, index.entries, part, torch.zeros(64, dtype=torch.bfloat16)))
+    with Files(tmp_path, index.files) as files:
+        os.truncate(tmp_path / "all.safetensors", index.entries["a"].offset + 100)
+        with pytest.raises(CheckpointRuntimeError, match=r"all.safetensors was truncated while it was read"):
+            read_slabs(slabs, files)
+    assert buffers.qsize() == slab_work.THREADS  # others wait for them before they fail
 
 
 @contextmanager
