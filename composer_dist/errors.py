@@ -115,11 +115,11 @@ class Faults(list[str]):
             raise self._kind(self._before + self._between.join(dict.fromkeys(self)) + self._after)
 
     @contextmanager
-    def catching(self, kind: type[Exception] = ParallelismError, before: str = "") -> Iterator[None]:
-        """Add an error of this kind that is raised inside, as `before` and its text, and continue."""
+    def catching(self, before: str = "") -> Iterator[None]:
+        """Add an error that is raised inside, as `before` and its text, and continue."""
         try:
             yield
-        except kind as error:
+        except ParallelismError as error:
             self.append(f"{before}{error}")
 
 

@@ -63,7 +63,7 @@ def doctor(
 ) -> None:
     """Check versions, devices, limits and networking, and run a communication self-test."""
     say("Testing this machine ...")
-    with CtrlC(at_once=True, command="doctor") as ctrl_c:
+    with CtrlC(command="doctor") as ctrl_c:
         from composer_dist.distributed.ranks import process_group
         from composer_dist.distributed.ranks.launcher_variables import torchrun_variables
 

@@ -16,20 +16,19 @@ TOLD = (
 
 
 class CtrlC:
-    """Inside, the first SIGINT raises KeyboardInterrupt, and a second one kills the process.
+    """Inside, the first SIGINT ends the process or raises KeyboardInterrupt, and a second one kills it.
 
     If SIGINT is ignored, as in a command that a shell script starts with "&", it stays ignored.
 
     Args:
         quiet: print nothing, because another process does.
         command: what is running, for the text.
-        at_once: end the process, because nothing is open yet; packages that are being imported would swallow
-            a KeyboardInterrupt.
     """
 
-    def __init__(self, quiet: bool = False, at_once: bool = False, command: str = "train") -> None:
+    def __init__(self, quiet: bool = False, command: str = "train") -> None:
         self._quiet, self._command = quiet, command
-        self.at_once = at_once
+        self.at_once = True
+        """Nothing is open yet, so end; packages that are being imported would swallow a KeyboardInterrupt."""
         self._before: Any = None
         self.received = False
         """Errors after it are its consequences: peers that have ended, connections that are closed."""
@@ -59,7 +58,7 @@ def ended_at_once(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def interruptible(*arguments: Any, **options: Any) -> None:
-        with CtrlC(at_once=True, command=command.__name__.replace("_", "-")):
+        with CtrlC(command=command.__name__.replace("_", "-")):
             command(*arguments, **options)
 
     return interruptible

@@ -97,7 +97,7 @@ def start(
     from composer_dist.cli.launch import launch_local
 
     refuse_a_launcher_inside_another()
-    with CtrlC(at_once=True, command=command.split()[0]):  # until the processes start
+    with CtrlC(command=command.split()[0]):  # until the processes start
         announce()
         arguments = ["-m", "composer_dist", *(["--debug"] if debug else []), *command.split(), str(config)]
         arguments += [*given, "--launched", str(os.getpid())]
@@ -179,7 +179,7 @@ def told(debug: bool, launcher: int | None = None, command: str = "train") -> It
         end_with(launcher)
     shown, warnings.formatwarning = warnings.formatwarning, _as_a_line
     quiet = launcher is not None or not is_rank_zero()
-    ctrl_c = CtrlC(quiet, at_once=True, command=command)
+    ctrl_c = CtrlC(quiet, command=command)
     try:
         with ctrl_c:
             yield ctrl_c

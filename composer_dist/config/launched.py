@@ -11,9 +11,9 @@ def launched_ranks(environ: Mapping[str, str] = os.environ) -> int:
     return launched_number("WORLD_SIZE", environ) or 1
 
 
-def is_rank_zero(environ: Mapping[str, str] = os.environ) -> bool:
+def is_rank_zero() -> bool:
     """Whether this process prints what all ranks find; so it does if its rank is not a number."""
-    rank = environ.get("RANK") or "0"
+    rank = os.environ.get("RANK") or "0"
     return not rank.isdecimal() or int(rank) == 0
 
 
