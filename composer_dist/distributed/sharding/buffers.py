@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist import _torch
 from composer_dist.distributed.prepared import record
-from composer_dist.distributed.ranks.process_group import device_for_facts
-from composer_dist.distributed.training.average_gradients import groups_of
+from composer_dist.distributed.training.average_gradients import anywhere, groups_of
 from composer_dist.distributed.training.changes import Before, Watch
 from composer_dist.errors import ParallelismRuntimeError
 from composer_dist.structure.structure import Structure
@@ -87,7 +86,7 @@ class FollowBuffers:
             changed = others.keys() - same.keys() | set(self._before.changed(same))
             known = self._changing & buffers.keys()
             changed |= {name for name in known if _kind(buffers[name]) != self._kinds[name]}
-            if self._is_anywhere(bool(changed)):
+            if any(anywhere([bool(changed)], self._groups)):
                 self._due = sorted({*self._due, *self._agree_on(changed)} - self._own)
         if self._due:
             self._follow()
@@ -97,12 +96,6 @@ class FollowBuffers:
         norms = {name for name, norm in self._norms.items() if norm.training}
         known = self._changing | norms | self._cut | self._own
         return {name: one for name, one in buffers.items() if name not in known}
-
-    def _is_anywhere(self, changed: bool) -> bool:
-        flag = torch.tensor(changed, dtype=torch.int32, device=device_for_facts(self._groups[0]))
-        for group in self._groups:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group)
-        return bool(flag)
 
     def _agree_on(self, changed: set[str]) -> set[str]:
         """What has changed on any rank.

@@ -16,13 +16,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist import _torch
 from composer_dist.distributed.sharding.assign_units import Skippable
-from composer_dist.distributed.training.average_gradients import exchange, groups_of
+from composer_dist.distributed.training.average_gradients import anywhere, groups_of
 from composer_dist.structure.structure import Structure
 from composer_dist.tensors.nested import replace_tensors, tensors_in
 
@@ -37,14 +36,7 @@ def let_skip(
     for unit in dict.fromkeys(one.unit for one in skippable if one.unit is not None):
         names = [name for one in skippable if one.unit == unit for name in one.parameters]
         shards = [structure.tensors[name].get() for name in names]
-        _torch.fill_gradients(structure.modules[unit], shards, partial(_anywhere, groups))
-
-
-def _anywhere(groups: Sequence[dist.ProcessGroup], here: Sequence[bool]) -> list[bool]:
-    """What is true on any rank of these groups."""
-    facts = torch.tensor([here], dtype=torch.int32)  # not all backends send booleans
-    found: list[bool] = exchange(facts, groups).bool().any(0).tolist()
-    return found
+        _torch.fill_gradients(structure.modules[unit], shards, partial(anywhere, groups=groups))
 
 
 def _require_gradient(module: nn.Module, args: Any, kwargs: Any) -> Any:

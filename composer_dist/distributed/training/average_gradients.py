@@ -193,6 +193,15 @@ def groups_of(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     return [world] if world is not None and dist.get_world_size(world) > 1 else []
 
 
+def anywhere(flags: Sequence[bool], groups: Sequence[dist.ProcessGroup]) -> list[bool]:
+    """For each flag, whether it is true on any rank of `groups`."""
+    facts = torch.tensor(flags, dtype=torch.int32)  # not all backends send booleans
+    for group in groups:
+        facts = facts.to(device_for_facts(group))
+        dist.all_reduce(facts, dist.ReduceOp.MAX, group)
+    return [bool(one) for one in facts.tolist()]
+
+
 def exchange(facts: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
     """The rows of `facts`, `(rows, columns)`, of all ranks of `groups`, one group after the other."""
     for group in groups:

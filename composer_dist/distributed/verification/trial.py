@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_dist.distributed.mesh.mesh import Mesh
 from composer_dist.distributed.optimizers.follow import inner_optimizers, names_by_id
-from composer_dist.distributed.ranks.process_group import device_for_facts
-from composer_dist.distributed.training.average_gradients import groups_of
+from composer_dist.distributed.training.average_gradients import anywhere, groups_of
 from composer_dist.distributed.verification.result import Findings
 from composer_dist.errors import in_words
 from composer_dist.structure.structure import Structure
@@ -59,9 +57,10 @@ def check_step(
             found.notes.append(f"a step of {type(optimizer).__name__}, which raised {in_words(error)}")
             continue
         moved = [not _same(memo[id(one)], one) for one in trained.values()]
-        for name, anywhere in zip(trained, _anywhere(moved, mesh), strict=True):
+        groups = groups_of(mesh.device_mesh) if mesh and moved else []
+        for name, moves in zip(trained, anywhere(moved, groups), strict=True):
             found.count(_STEP)
-            if not anywhere:
+            if not moves:
                 found.wrong(_STEP, name, f"{type(optimizer).__name__} does not move it")
 
 
@@ -92,12 +91,3 @@ def _copied(parameter: Tensor) -> Tensor:
 @torch.no_grad()
 def _same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(local_part(one.detach()), local_part(other.detach()))
-
-
-def _anywhere(flags: Sequence[bool], mesh: Mesh | None) -> list[bool]:
-    """For each flag, whether it is true on any rank."""
-    total = torch.tensor(flags, dtype=torch.int32)
-    for group in groups_of(mesh.device_mesh) if mesh and flags else ():
-        total = total.to(device_for_facts(group))
-        dist.all_reduce(total, dist.ReduceOp.MAX, group)
-    return [bool(one) for one in total.tolist()]
