@@ -290,9 +290,10 @@ class RemoteFiles(Files):
             raise CheckpointRuntimeError(
                 f"{name} was truncated while it was read: it ends at {offset + len(data)}."
             )
+        done = 0
         for address, size in memory:
-            ctypes.memmove(address, data[:size], size)
-            data = data[size:]
+            ctypes.memmove(address, data[done : done + size], size)
+            done += size
 
 
 def read_values(
