@@ -69,11 +69,7 @@ def are_stored_once(one: Blueprint, other: Blueprint, entries: Mapping[str, Entr
 
 
 def are_alike(
-    one: Blueprint,
-    other: Blueprint,
-    entries: Mapping[str, Entry],
-    files: Files,
-    share: tuple[int, int] = (0, 1),
+    one: Blueprint, other: Blueprint, entries: Mapping[str, Entry], files: Files, share: tuple[int, int]
 ) -> bool:
     """Whether two tensors of a checkpoint have the same bits.
 

@@ -47,7 +47,7 @@ def train_batch(
     run_event: Callable[[Event], None],
     microbatches: Microbatches,
     clipping: GradientClipping | None,
-    how: Accumulate = "sharded",
+    how: Accumulate,
 ) -> dict[str, float | Tensor]:
     """Trains on one batch; `state.loss` is then the mean loss over the batches of all ranks.
 

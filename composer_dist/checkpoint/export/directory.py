@@ -72,9 +72,7 @@ def written(path: str | os.PathLike[str]) -> Iterator[None]:
         raise CheckpointRuntimeError(f"export_pretrained cannot write {path}: {error}") from error
 
 
-def write_settings(
-    model: Any, directory: Path, untying: Sequence[Any] = (), dtype: torch.dtype | None = None
-) -> None:
+def write_settings(model: Any, directory: Path, untying: Sequence[Any], dtype: torch.dtype | None) -> None:
     """Write what transformers saves in addition to the weights.
 
     Args:

@@ -71,7 +71,7 @@ def estimate_communication(
     rank: Rank,
     events: Iterable[StepEvent] | None,
     topology: Topology,
-    weights: Weights | None = None,
+    weights: Weights | None,
 ) -> Communication:
     """See `ParallelPlan.communication`; without events, of a step in which each unit runs once."""
     found: dict[tuple[str, str, str, int], tuple[int, int, float]] = {}

@@ -56,7 +56,7 @@ class Copy:
 
 
 def copies(
-    structure: Structure, optimizers: Sequence[Optimizer] = (), versions: Mapping[str, int] | None = None
+    structure: Structure, optimizers: Sequence[Optimizer], versions: Mapping[str, int] | None = None
 ) -> Iterator[tuple[str, Copy]]:
     """Name and copy of everything that ranks hold in common.
 

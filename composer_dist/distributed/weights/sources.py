@@ -51,7 +51,7 @@ def decide_sources(
     structure: Structure,
     plan: ParallelPlan,
     optimizers: Sequence[Optimizer],
-    disk: frozenset[str] = frozenset(),
+    disk: frozenset[str],
 ) -> Sources:
     """Exchange what every rank has, and decide; nothing is changed.
 
