@@ -33,7 +33,7 @@ class BucketTraffic:
         searches: bool,
         ranks: int,
     ) -> None:
-        self._gradients, self._buffers, self._limits = gradients, buffers, limits
+        self._gradients, self._buffers = gradients, buffers
         self._reduced, self._searches, self._ranks = reduced, searches, ranks
         self._buckets = _Buckets(limits)
         self._arrived = False
