@@ -66,7 +66,6 @@ _SETUP = "set-up|'the plan|sharding|initiali|deliver|the mesh|final checks|the v
 _SAVE = "checkpoint|sav(e|ing)|copying to host"
 _LOAD = "load|resum|checkpoint|delivery|matching"
 _EXPORT = "export|shards|files|director|gather"
-_PRODUCT = "composer_dist."
 STEPS = {
     "join": Step("prepare", "before the process group", says="arrive|reach|answer|process group|store"),
     "plan": Step("prepare", "the plan", "distributed.prepare.build_plan", _SETUP),
