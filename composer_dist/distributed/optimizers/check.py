@@ -48,22 +48,22 @@ def check_optimizers(
 ) -> None:
     """Refuse optimizers that could not follow their parameters on a mesh of these sizes."""
     losses, names = _losses(sizes), names_by_id(structure)
+    groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
+    trainable = any(one.info.requires_grad for one in structure.parameters.values())
+    idle = trainable and not any(one.requires_grad for group in groups for one in group["params"])
     with Faults() as faults:
         for index, optimizer in enumerate(optimizers):
             kind = type(optimizer).__name__
             if not isinstance(optimizer, Optimizer):
                 raise ParallelismTypeError(f"optimizer {index} is a {kind}, not an Optimizer.")
             label = f"optimizer {index} ({kind})" if len(optimizers) > 1 else kind
-            faults += [f"{label} {fault}" for fault in _faults(optimizer, structure, names, plain, losses)]
+            faults += [f"{label} {fault}" for fault in _faults(optimizer, names, plain, losses, idle)]
 
 
 def _faults(
-    optimizer: Optimizer,
-    structure: Structure,
-    names: Mapping[int, str],
-    plain: Mapping[str, str],
-    losses: int,
+    optimizer: Optimizer, names: Mapping[int, str], plain: Mapping[str, str], losses: int, idle: bool
 ) -> Iterator[str]:
+    """What is wrong with one; `idle`: all together hold only frozen parameters of a model with others."""
     inside = inner_optimizers(optimizer)
     kind = type(inside[0]).__name__ if inside else "optimizer"
     if not _torch.takes_hooks(optimizer):
@@ -85,8 +85,7 @@ def _faults(
             )
         )
         return
-    trainable = any(one.info.requires_grad for one in structure.parameters.values())
-    if held and trainable and not any(parameter.requires_grad for parameter in held):
+    if held and idle:
         yield (
             f"holds only frozen parameters ({len(held)}), while others of the model are trainable, so it "
             "would update nothing. Build it after freezing, from the parameters with requires_grad."

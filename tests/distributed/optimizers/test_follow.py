@@ -590,6 +590,7 @@ def test_an_optimizer_of_frozen_parameters_only_is_refused() -> None:
     model[0].requires_grad_(False)
     with pytest.raises(ValueError, match=r"AdamW holds only frozen parameters \(2\).*would update nothing"):
         check_optimizers([optimizer], read_structure(model), {})
+    check_optimizers([optimizer, torch.optim.SGD(model[1].parameters())], read_structure(model), {})
     model[1].requires_grad_(False)
     check_optimizers([optimizer], read_structure(model), {})
 
