@@ -58,6 +58,7 @@ def test_rank_0_or_all_ranks_get_the_plain_state_dict(mesh: str, ranks: Any) -> 
     equal(state, stateful().state_dict() if ranks == "all" or dist.get_rank() == 0 else {})
 
 
+@pytest.mark.promise(42)
 @pytest.mark.parametrize("source", ["rank0", "all"])
 @on_ranks(2)
 def test_models_for_different_meshes_in_one_module(source: Any) -> None:

@@ -54,7 +54,7 @@ def test_forward_and_loss_are_the_models_own() -> None:
     assert given == before, "the batch is not changed"
 
 
-def test_the_name_of_a_model_is_no_model() -> None:
+def test_the_name_of_a_model_is_refused() -> None:
     name: Any = "gpt2"
     with pytest.raises(ParallelismTypeError, match="not 'gpt2': load one by AutoModelForCausalLM"):
         HuggingFaceModel(name)

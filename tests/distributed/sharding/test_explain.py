@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from composer_dist._torch import whole_gradients
 from composer_dist.config.mesh import MeshConfig
 from composer_dist.config.parallelism import ParallelismConfig
 from composer_dist.config.replicate import DDPConfig
@@ -226,6 +227,35 @@ def test_a_gradient_that_another_thread_makes_late_is_no_matter_of_no_sync() -> 
     parallelize_model(model, ParallelismConfig(rules=[Rule(r"re:\d\.linear", shard=False)]))  # as it says
     model(torch.ones(2, 4)).sum().backward()
     assert len(grads(model)) == 6
+
+
+class Failing(nn.Module):
+    """Its backward fails between its two layers, before FSDP2 reduces anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        between = self.first(x)
+        between.register_hook(self.fail)
+        return self.second(between)
+
+    def fail(self, gradient: Tensor) -> None:
+        raise ValueError("between the layers")
+
+
+@pytest.mark.promise(118)
+@on_ranks(2)
+def test_a_gradient_that_a_failed_backward_leaves_cannot_be_read() -> None:
+    model = Failing()
+    with patch.object(whole_gradients, "forgets_iterations", False):  # as before torch 2.13
+        parallelize_model(model, ParallelismConfig())
+    shard, loss = model.second.weight, model(torch.ones(2, 4)).sum()
+    with pytest.raises(ValueError, match="between the layers"):
+        loss.backward()
+    with fails(ParallelismRuntimeError, "The gradient of second.weight"):
+        assert shard.grad is None
 
 
 class Penalized(nn.Module):

@@ -50,7 +50,8 @@ def test_a_whole_stream_is_refused_where_data_differs() -> None:
     check_sampler(DataLoader(datasets.distributed.split_dataset_by_node(stream, 1, 2), 2), SECOND)
 
 
-def test_a_data_set_is_no_dataloader() -> None:
+@pytest.mark.promise(118)
+def test_a_data_set_in_the_place_of_a_dataloader_is_refused() -> None:
     for give in (lambda one: fitted(train_dataloader=one), lambda one: fitted()[0].eval(one)):
         with pytest.raises(ParallelismTypeError, match=r"TensorDataset is a data set, .* Pass Distributed"):
             give(points())

@@ -105,6 +105,7 @@ def test_a_resumed_run_continues_without_lines_missing_or_twice(tmp_path: Path) 
     assert [one.name for one in tmp_path.iterdir()] == ["cut.jsonl"]
 
 
+@pytest.mark.promise(100)
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_what_is_logged_before_a_resumed_fit_takes_nothing_from_its_order(
     tmp_path: Path, evaluates: bool
